@@ -1,0 +1,100 @@
+"""What a device can run, and the support tables that the checks, the tests and the README are made from."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .checks import fail
+
+REQUIRED_CAPABILITY = (9, 0)
+
+
+@dataclass(frozen=True)
+class Capability:
+    """A device as the operators see it.
+
+    name: "cpu" or the GPU's name. compute: compute capability (major, minor), None on a CPU. num_sms: 0 on a CPU.
+    usable: whether kernels of this project run on it. reason: why not, or "".
+    """
+
+    device: str
+    name: str
+    compute: tuple[int, int] | None
+    num_sms: int
+    usable: bool
+    reason: str
+
+
+@cache
+def _gpu(index: int) -> Capability:
+    properties = torch.cuda.get_device_properties(index)
+    compute = (properties.major, properties.minor)
+    usable = compute == REQUIRED_CAPABILITY
+    reason = "" if usable else f"compute capability {compute[0]}.{compute[1]}; the kernels need 9.0 (sm_90a, Hopper)"
+    return Capability(f"cuda:{index}", properties.name, compute, properties.multi_processor_count, usable, reason)
+
+
+def capability(device: torch.device | str | None = None) -> Capability:
+    """The capability of ``device`` (default: the current GPU where there is one, else the CPU), cached per device.
+
+    Raises ValueError for a device type other than cpu and cuda, or a GPU that is not there.
+    """
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(device)
+    if device.type == "cpu":
+        return Capability("cpu", "cpu", None, 0, True, "")
+    if device.type != "cuda":
+        fail("hpc_common.capability", "device", "cpu or cuda", device)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
+    if index >= count:
+        fail("hpc_common.capability", "device", f"one of {count} visible GPUs", device)
+    return _gpu(index)
+
+
+@dataclass(frozen=True)
+class Support:
+    """One row of an operator's support table.
+
+    operator: public name, e.g. "decode". feature: what of it, in a few words, e.g. "e4m3 cache, bf16 query".
+    cpu, cuda: whether it runs there ("cuda" means a Hopper GPU). note: limits, or why not.
+    """
+
+    operator: str
+    feature: str
+    cpu: bool = True
+    cuda: bool = False
+    note: str = ""
+
+
+def lookup(table: Iterable[Support], operator: str, feature: str) -> Support:
+    """The row of ``operator`` and ``feature``; KeyError where the table has none."""
+    for row in table:
+        if row.operator == operator and row.feature == feature:
+            return row
+    raise KeyError(f"{operator}: {feature}")
+
+
+def why_not(table: Iterable[Support], operator: str, feature: str, device: torch.device) -> str:
+    """Why ``operator`` with ``feature`` does not run on ``device``; "" where it does."""
+    row = lookup(table, operator, feature)
+    if device.type == "cpu":
+        return "" if row.cpu else (row.note or "no CPU implementation")
+    machine = capability(device)
+    if not machine.usable:
+        return f"{machine.device} ({machine.name}) has {machine.reason}"
+    return "" if row.cuda else (row.note or "no GPU kernel yet; CPU tensors run")
+
+
+def require(where: str, table: Iterable[Support], operator: str, feature: str, device: torch.device) -> None:
+    """ValueError unless ``operator`` with ``feature`` runs on ``device``; the message says what and why not."""
+    if device.type not in ("cpu", "cuda"):
+        if device.type == "meta":
+            return
+        fail(where, "device", "cpu or cuda", device)
+    reason = why_not(table, operator, feature, device)
+    if reason:
+        fail(where, "device", f"one that runs {operator} ({feature})", f"{device}: {reason}")
