@@ -1,8 +1,8 @@
 """The plugin that SGLang loads through the entry point group ``sglang.srt.plugins``.
 
 SGLang calls ``register`` in its launcher before it parses arguments, in ``Engine.__init__`` and first thing in every
-spawned scheduler. It logs and skips a plugin that raises, so this one keeps its own record: what was registered for each
-operator, and why not. In this version nothing is registered; the record says so.
+spawned scheduler. It logs and skips a plugin that raises, so this one keeps its own record: what was registered for
+each operator, and why not. In this version nothing is registered; the record says so.
 
 Neither torch nor an operator is imported here: every process of a server runs this, also those that need neither.
 """
@@ -30,7 +30,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Registration:
-    """What happened to one operator: its installed version (None: not installed), whether SGLang now uses it, why not."""
+    """What happened to one operator: installed version (None: not installed), whether SGLang uses it now, why not."""
 
     operator: str
     distribution: str
