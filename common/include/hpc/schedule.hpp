@@ -35,15 +35,15 @@ constexpr int kMaxKvHeads = 128;
 
 // What a plan is made for. All lengths in tokens.
 struct DecodeShape {
-  int32_t batch;            // requests of this step, 0 .. max_batch
-  int32_t num_kv_heads;     // 1 .. kMaxKvHeads
-  int32_t q_len;            // query rows a request, 1 .. 8
-  int32_t window;           // keys a row sees, itself included; 0: all
-  int32_t max_seq_len;      // lengths are clamped to it, 1 .. kMaxSeqLen
-  int32_t num_ctas;         // resident CTAs of the attention kernel, 1 .. kMaxCtas
-  bool batch_invariant;     // cut a request by its own length alone
-  int32_t max_batch;        // rows of the map, 1 .. kMaxBatch
-  int32_t min_tiles = 2;    // lower end of the floor of a CTA's work, see floor_tiles()
+  int32_t batch;          // requests of this step, 0 .. max_batch
+  int32_t num_kv_heads;   // 1 .. kMaxKvHeads
+  int32_t q_len;          // query rows a request, 1 .. 8
+  int32_t window;         // keys a row sees, itself included; 0: all
+  int32_t max_seq_len;    // lengths are clamped to it, 1 .. kMaxSeqLen
+  int32_t num_ctas;       // resident CTAs of the attention kernel, 1 .. kMaxCtas
+  bool batch_invariant;   // cut a request by its own length alone
+  int32_t max_batch;      // rows of the map, 1 .. kMaxBatch
+  int32_t min_tiles = 2;  // lower end of the floor of a CTA's work, see floor_tiles()
 };
 
 // Row r: request r. Row `batch` ends the list: tile_begin and piece_begin hold the totals, the rest is 0.
@@ -96,7 +96,9 @@ static_assert(sizeof(DecodeHeader) == 64 && sizeof(DecodeRequest) == 32, "rows o
 static_assert(sizeof(DecodeCta) == 16 && sizeof(DecodeSplit) == 16, "rows of the map");
 
 // Byte offsets inside a map, and its size.
-HPC_HD int64_t requests_offset() { return sizeof(DecodeHeader); }
+HPC_HD int64_t requests_offset() {
+  return sizeof(DecodeHeader);
+}
 HPC_HD int64_t ctas_offset(int32_t max_batch) {
   return requests_offset() + static_cast<int64_t>(sizeof(DecodeRequest)) * (max_batch + 1);
 }
@@ -107,7 +109,9 @@ HPC_HD int64_t decode_map_bytes(int32_t max_batch, int32_t num_ctas) {
   return splits_offset(max_batch, num_ctas) + static_cast<int64_t>(sizeof(DecodeSplit)) * num_ctas;
 }
 
-HPC_HD int32_t ceil_div(int32_t a, int32_t b) { return a / b + (a % b != 0); }
+HPC_HD int32_t ceil_div(int32_t a, int32_t b) {
+  return a / b + (a % b != 0);
+}
 
 // Floor of a CTA's work in tiles: below it, combining partials costs more than reading less in parallel saves.
 // A function of the total alone (and of min_tiles, which the tile's bytes decide): one CTA on each of 132 SMs gets up
@@ -140,6 +144,182 @@ HPC_HD int32_t piece_tiles(int32_t num_tiles) {
 HPC_HD int32_t max_pieces(int32_t max_tiles) {
   const int32_t pieces = ceil_div(max_tiles, kMinPieceTiles);
   return pieces < kMaxPieces ? pieces : kMaxPieces;
+}
+
+// ---- The plan itself: pure functions of the lengths and the shape ----
+
+// Row of a request, without tile_begin, piece_begin and next.
+HPC_HD DecodeRequest decode_request(int32_t seq_len, const DecodeShape& shape) {
+  DecodeRequest row = {};
+  row.seq_len = seq_len < 0 ? 0 : (seq_len > shape.max_seq_len ? shape.max_seq_len : seq_len);
+  if (shape.window > 0) {
+    // Query row 0 sees the fewest tokens, up to seq_len - q_len, so it reaches back furthest.
+    const int32_t first_key = row.seq_len - shape.q_len + 1 - shape.window;
+    if (first_key > 0) row.first_tile = first_key / kTileTokens;
+  }
+  row.num_tiles = ceil_div(row.seq_len, kTileTokens) - row.first_tile;
+  if (shape.batch_invariant && row.num_tiles > 0) {
+    row.piece_tiles = piece_tiles(row.num_tiles);
+    row.num_pieces = ceil_div(row.num_tiles, row.piece_tiles);
+  }
+  return row;
+}
+
+struct DecodePlace {
+  int32_t request;
+  int32_t kv_head;
+  int32_t tile;       // counted from the request's first_tile
+  int32_t num_tiles;  // of the request
+};
+
+// The place of the tile with index `position` < total. tile_begin: [batch + 1], as in the request rows.
+HPC_HD DecodePlace locate_tile(int64_t position, const int32_t* tile_begin, int32_t batch, int32_t num_kv_heads) {
+  // The last request that begins at or before the position; of several that begin there, the last has the tiles.
+  int32_t low = 0, high = batch;
+  while (high - low > 1) {
+    const int32_t middle = (low + high) / 2;
+    if (static_cast<int64_t>(tile_begin[middle]) * num_kv_heads <= position) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  DecodePlace place;
+  place.request = low;
+  place.num_tiles = tile_begin[low + 1] - tile_begin[low];
+  const auto inside = static_cast<int32_t>(position - static_cast<int64_t>(tile_begin[low]) * num_kv_heads);
+  place.kv_head = inside / place.num_tiles;
+  place.tile = inside - place.kv_head * place.num_tiles;
+  return place;
+}
+
+// The first request after `request` that has tiles, else `batch`.
+HPC_HD int32_t next_request(int32_t request, const int32_t* tile_begin, int32_t batch) {
+  const int32_t next = request + 1;
+  const int32_t begin = tile_begin[next];
+  if (begin == tile_begin[batch]) return batch;
+  if (tile_begin[next + 1] != begin) return next;
+  return locate_tile(begin, tile_begin, batch, 1).request;
+}
+
+// What CTA `cta` runs, and the split row that it adds: of the (request, head) cut first by the beginning of this CTA.
+struct DecodeAssignment {
+  DecodeCta run;
+  DecodeSplit split;  // pieces 0: none
+};
+
+// Batch-invariant plans: the first piece that starts at or after `position`, as a tile index and a place.
+HPC_HD int64_t piece_at_or_after(int64_t position, int64_t total_tiles, const int32_t* tile_begin,
+                                 const DecodeShape& shape, DecodePlace* place) {
+  if (position >= total_tiles) return total_tiles;
+  *place = locate_tile(position, tile_begin, shape.batch, shape.num_kv_heads);
+  const int32_t tiles = piece_tiles(place->num_tiles);
+  const int32_t first = ceil_div(place->tile, tiles) * tiles;
+  if (first < place->num_tiles) {
+    position += first - place->tile;
+    place->tile = first;
+    return position;
+  }
+  position += place->num_tiles - place->tile;  // the next head or request begins with a piece
+  if (position < total_tiles) *place = locate_tile(position, tile_begin, shape.batch, shape.num_kv_heads);
+  return position;
+}
+
+HPC_HD DecodeAssignment decode_assignment(int32_t cta, int32_t budget, int64_t total_tiles, const int32_t* tile_begin,
+                                          const DecodeShape& shape) {
+  DecodeAssignment result = {};
+  DecodePlace place;
+  int64_t begin = static_cast<int64_t>(cta) * budget;
+  if (begin >= total_tiles) return result;
+  if (shape.batch_invariant) {
+    DecodePlace end_place;
+    begin = piece_at_or_after(begin, total_tiles, tile_begin, shape, &place);
+    const int64_t end =
+        piece_at_or_after((static_cast<int64_t>(cta) + 1) * budget, total_tiles, tile_begin, shape, &end_place);
+    if (begin == end) return result;
+    result.run.count = static_cast<int32_t>(end - begin);
+  } else {
+    place = locate_tile(begin, tile_begin, shape.batch, shape.num_kv_heads);
+    const int64_t left = total_tiles - begin;
+    result.run.count = left < budget ? static_cast<int32_t>(left) : budget;
+    // The (request, head) began in the CTA before, and no earlier CTA boundary cut it.
+    if (place.tile > 0 && place.tile <= budget) {
+      const int32_t rest = place.num_tiles - place.tile;
+      result.split = {place.request, place.kv_head, cta - 1, 1 + ceil_div(rest, budget)};
+    }
+  }
+  result.run.request = place.request;
+  result.run.kv_head = place.kv_head;
+  result.run.tile = place.tile;
+  return result;
+}
+
+// ---- Reading a map: the pieces of a CTA, one after the other ----
+
+// The part of one (request, head) that a CTA runs without a break.
+struct DecodePiece {
+  int32_t request;
+  int32_t kv_head;
+  int32_t tile_begin;  // counted from the request's first_tile
+  int32_t tile_end;
+  int64_t slot;  // of its partial result; not used where the piece is whole
+  bool whole;    // the piece is all of its (request, head): its result is final
+};
+
+struct DecodeCursor {
+  int32_t cta;
+  int32_t request;
+  int32_t kv_head;
+  int32_t tile;
+  int32_t left;   // tiles not yet returned
+  int32_t count;  // of the run
+};
+
+HPC_HD DecodeCursor decode_cursor(int32_t cta, const DecodeCta& run) {
+  return {cta, run.request, run.kv_head, run.tile, run.count, run.count};
+}
+
+// The next piece of a CTA; false where there is none. requests: the map's rows.
+HPC_HD bool next_piece(DecodeCursor& cursor, const DecodeHeader& header, const DecodeRequest* requests,
+                       DecodePiece* piece) {
+  if (cursor.left <= 0) return false;
+  const DecodeRequest& row = requests[cursor.request];
+  const int32_t most = header.batch_invariant ? row.piece_tiles : cursor.left;
+  const int32_t rest = row.num_tiles - cursor.tile;
+  const int32_t tiles = rest < most ? rest : most;
+  piece->request = cursor.request;
+  piece->kv_head = cursor.kv_head;
+  piece->tile_begin = cursor.tile;
+  piece->tile_end = cursor.tile + tiles;
+  piece->whole = tiles == row.num_tiles;
+  if (header.batch_invariant) {
+    piece->slot = static_cast<int64_t>(header.num_kv_heads) * row.piece_begin +
+                  static_cast<int64_t>(cursor.kv_head) * row.num_pieces + cursor.tile / row.piece_tiles;
+  } else {
+    piece->slot = 2 * static_cast<int64_t>(cursor.cta) + (cursor.left != cursor.count);
+  }
+  cursor.left -= tiles;
+  cursor.tile += tiles;
+  if (cursor.tile == row.num_tiles) {
+    cursor.tile = 0;
+    if (++cursor.kv_head == header.num_kv_heads) {
+      cursor.kv_head = 0;
+      cursor.request = row.next;
+    }
+  }
+  return true;
+}
+
+// Slots for partial results that any step of a plan can need.
+HPC_HD int64_t partial_slots(const DecodeShape& shape) {
+  if (!shape.batch_invariant) return 2 * static_cast<int64_t>(shape.num_ctas);
+  int32_t most = ceil_div(shape.max_seq_len, kTileTokens);
+  if (shape.window > 0) {
+    // q_len rows see window + q_len - 1 keys between them, which touch one tile more than they fill.
+    const int32_t seen = ceil_div(shape.window + shape.q_len - 1, kTileTokens) + 1;
+    most = seen < most ? seen : most;
+  }
+  return static_cast<int64_t>(shape.num_kv_heads) * shape.max_batch * max_pieces(most);
 }
 
 }  // namespace hpc

@@ -1,0 +1,56 @@
+// hpc_common._core: the schedulers, for tests and the demo. Operators use the planners compiled into their own
+// extension.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include "hpc/build_info.hpp"
+#include "hpc/schedule_bind.hpp"
+
+void bind_grouped(nanobind::module_& module);  // grouped.cpp
+
+namespace nb = nanobind;
+
+namespace {
+
+void bind_decode(nb::module_& module) {
+  hpc::bind_plan_host(module);
+  module.def("decode_map_bytes", &hpc::decode_map_bytes, nb::arg("max_batch"), nb::arg("num_ctas"));
+  module.def("floor_tiles", &hpc::floor_tiles, nb::arg("total_tiles"), nb::arg("min_tiles"));
+  module.def("piece_tiles", &hpc::piece_tiles, nb::arg("num_tiles"));
+  module.def(
+      "partial_slots",
+      [](int32_t num_kv_heads, int32_t q_len, int32_t window, int32_t max_seq_len, int32_t num_ctas,
+         bool batch_invariant, int32_t max_batch) {
+        const hpc::DecodeShape shape =
+            hpc::decode_shape(0, num_kv_heads, q_len, window, max_seq_len, num_ctas, batch_invariant, max_batch, 1);
+        hpc::check_decode_shape("partial_slots", shape);
+        return hpc::partial_slots(shape);
+      },
+      nb::arg("num_kv_heads"), nb::arg("q_len"), nb::arg("window"), nb::arg("max_seq_len"), nb::arg("num_ctas"),
+      nb::arg("batch_invariant"), nb::arg("max_batch"));
+  module.def(
+      "static_schedule",
+      [](hpc::HostLengths seq_lens, int32_t num_kv_heads, int32_t q_len, int32_t window, int32_t max_seq_len,
+         int32_t num_ctas, int32_t splits, int32_t piece_tiles) {
+        const auto batch = static_cast<int32_t>(seq_lens.shape(0));
+        const hpc::DecodeShape shape = hpc::decode_shape(batch, num_kv_heads, q_len, window, max_seq_len, num_ctas,
+                                                         false, batch > 0 ? batch : 1, 1);
+        hpc::check_decode_shape("static_schedule", shape);
+        hpc::check((splits > 0) != (piece_tiles > 0) && splits >= 0 && piece_tiles >= 0, "static_schedule",
+                   "splits, piece_tiles", "one of them positive, the other 0", hpc::text(splits, ", ", piece_tiles));
+        hpc::StaticSchedule result = hpc::static_schedule(seq_lens.data(), shape, splits, piece_tiles);
+        return nb::make_tuple(std::move(result.loads), result.makespan, result.pieces, result.empty_pieces);
+      },
+      nb::arg("seq_lens"), nb::arg("num_kv_heads"), nb::arg("q_len"), nb::arg("window"), nb::arg("max_seq_len"),
+      nb::arg("num_ctas"), nb::arg("splits"), nb::arg("piece_tiles"));
+}
+
+}  // namespace
+
+NB_MODULE(HPC_MODULE_NAME, module) {
+  module.doc() = "Schedulers of the hpc operators, on the host.";
+  hpc::bind_build_info(module);
+  bind_decode(module);
+  bind_grouped(module);
+}
