@@ -1,0 +1,176 @@
+"""``hpc doctor``: what this machine and this environment have, and which operator would run where and why not."""
+
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from hpc_common.capability import Capability, Support, capability
+from rich.console import Console
+from rich.table import Table
+
+from . import operators
+
+SWITCHES = ("HPC_PDL", "HPC_DEBUG", "HPC_SGLANG_ROUTER")
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version as nvidia-smi says it, None where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
+
+
+def _gpus() -> list[Capability]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [capability(f"cuda:{index}") for index in range(count)]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one row of a capability table would run here. gpu: on one of this machine's GPUs; why_not: why none."""
+
+    package: str
+    operator: str
+    feature: str
+    cpu: bool
+    gpu: bool
+    why_not: str
+
+
+def place(package: str, row: Support, gpus: list[Capability]) -> Placement:
+    """Where ``row`` would run on a machine with these GPUs."""
+    usable = [gpu for gpu in gpus if gpu.usable]
+    if not row.cuda:
+        why_not = row.note or "no GPU kernel yet"
+    elif not gpus:
+        why_not = "no GPU on this machine"
+    elif not usable:
+        why_not = "; ".join(f"{gpu.device} ({gpu.name}): {gpu.reason}" for gpu in gpus)
+    else:
+        why_not = ""
+    return Placement(package, row.operator, row.feature, row.cpu, not why_not, why_not)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _common_build() -> dict[str, Any]:
+    try:
+        from hpc_common import _core
+    except ImportError as error:
+        return {"error": f"ImportError: {str(error).splitlines()[0]}"}
+    return dict(_core.build_info())
+
+
+def examine() -> dict[str, Any]:
+    """Everything the doctor knows, ready for JSON."""
+    gpus = _gpus()
+    placements = [
+        place(entry.package.distribution, row, gpus)
+        for entry in operators.installed()
+        if entry.usable
+        for row in operators.support_rows(entry)
+    ]
+    return {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "driver": _driver(),
+        "gpus": [vars(gpu) for gpu in gpus],
+        "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
+        "packages": [
+            {"package": "hpc-common", "version": _version("hpc-common"), "build": _common_build(), "error": ""},
+            *(
+                {
+                    "package": entry.package.distribution,
+                    "version": entry.version,
+                    "build": entry.build,
+                    "error": entry.error,
+                }
+                for entry in operators.installed()
+            ),
+            {"package": "hpc-sglang", "version": _version("hpc-sglang"), "build": {}, "error": ""},
+            {"package": "hpc-tools", "version": _version("hpc-tools"), "build": {}, "error": ""},
+        ],
+        "runs": [vars(placement) for placement in placements],
+    }
+
+
+def healthy(report: dict[str, Any]) -> bool:
+    """Whether everything installed can be imported."""
+    return not any(package["error"] or package["build"].get("error") for package in report["packages"])
+
+
+def _machine_lines(report: dict[str, Any]) -> list[str]:
+    cuda = f"built with CUDA {report['torch_cuda']}" if report["torch_cuda"] else "without CUDA"
+    lines = [
+        f"Python {report['python']} on {report['machine']}, torch {report['torch']} ({cuda})",
+        f"NVIDIA driver {report['driver']}" if report["driver"] else "no NVIDIA driver found",
+    ]
+    for gpu in report["gpus"]:
+        major, minor = gpu["compute"]
+        verdict = "usable" if gpu["usable"] else f"not usable: {gpu['reason']}"
+        lines.append(f"{gpu['device']}: {gpu['name']}, capability {major}.{minor}, {gpu['num_sms']} SMs: {verdict}")
+    if not report["gpus"]:
+        lines.append("no GPU visible to torch: everything runs on the CPU")
+    lines += [f"{name}={value} in the environment" for name, value in report["switches"].items()]
+    return lines
+
+
+def _package_table(report: dict[str, Any]) -> Table:
+    table = Table("package", "version", "built from", "compiler", "CUDA", title="Installed", title_justify="left")
+    for package in report["packages"]:
+        build, error = package["build"], package["error"] or package["build"].get("error", "")
+        if package["version"] is None:
+            table.add_row(package["package"], "[dim]not installed[/dim]", "", "", "")
+        elif error:
+            table.add_row(package["package"], package["version"], f"[red]{error}[/red]", "", "")
+        else:
+            cells = [str(build.get(key, "")) for key in ("git", "compiler", "cuda")]
+            table.add_row(package["package"], package["version"], *cells)
+    return table
+
+
+def _run_table(report: dict[str, Any]) -> Table:
+    table = Table("operator", "what of it", "CPU", "GPU", "why not", title="What runs here", title_justify="left")
+    previous = ""
+    for run in report["runs"]:
+        if previous and run["operator"] != previous:
+            table.add_section()
+        name = "" if run["operator"] == previous else f"{run['package']}\n{run['operator']}"
+        marks = ["[green]yes[/green]" if run[place] else "[yellow]no[/yellow]" for place in ("cpu", "gpu")]
+        table.add_row(name, run["feature"], *marks, run["why_not"])
+        previous = run["operator"]
+    return table
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print the report for people."""
+    for line in _machine_lines(report):
+        console.print(line, highlight=False)
+    console.print()
+    console.print(_package_table(report))
+    if report["runs"]:
+        console.print()
+        console.print(_run_table(report))
+    missing = [package["package"] for package in report["packages"] if package["version"] is None]
+    if missing:
+        console.print(f"\nNot installed: {', '.join(missing)}. Add one with: pip install NAME", highlight=False)
+    if not healthy(report):
+        console.print("\n[red]An installed package cannot be imported; reinstall it.[/red]")
