@@ -1,0 +1,167 @@
+// Problem -> Config of one fused_moe call: regime, tile rule, grids, chunks and the workspace's layout.
+//
+// Pure host code without CUDA, computed once a call and passed down: the Python side, the CPU implementation and every
+// launcher read this one struct, so a tile size, a grid and a workspace size cannot disagree. Counts per expert are not
+// known here (they live on the device); the tile of an expert comes from hpc::grouped::tile_rows() with `rule`.
+//
+// The regime is a function of tokens, top_k and the *global* number of experts alone. So every rank of an
+// expert-parallel group takes the same one as a single rank would, and a row's bits do not depend on the split.
+#pragma once
+
+#include <cstdint>
+
+#include "hpc/checks.hpp"
+#include "hpc/grouped.hpp"
+
+namespace hpc::moe {
+
+constexpr int64_t kMaxTokens = 262144;
+constexpr int64_t kChunkTokens = 32768;  // tokens a chunk: bounds the workspace
+constexpr int32_t kMaxTopK = 32;
+constexpr int32_t kMaxLocalExperts = 512;
+constexpr int32_t kMaxExperts = 1 << 16;  // over all ranks
+constexpr int32_t kMaxDim = 1 << 17;      // H and I
+constexpr int32_t kScaleK = 128;          // elements of H that share a scale
+
+enum class Quant : int32_t { kNone = 0, kBlock = 1, kTensor = 2 };
+
+// kLow: few rows an expert; weights stream through registers, routing is found in the gate-up kernel's prologue.
+// kMid: index kernel, then tensor-core GEMMs with weights as M and tokens as N of at most 128.
+// kLarge: the same, pairs of token tiles sharing the weights by multicast.
+enum class Regime : int32_t { kLow = 0, kMid = 1, kLarge = 2 };
+
+struct Problem {
+  int64_t tokens;        // T, 0 to kMaxTokens
+  int32_t top_k;         // 1 to kMaxTopK
+  int32_t num_local;     // E, experts on this rank, 1 to kMaxLocalExperts
+  int32_t num_experts;   // over all ranks, >= num_local
+  int32_t hidden;        // H, a multiple of 128
+  int32_t intermediate;  // I, a multiple of 64
+  Quant quant;
+  bool x_is_bf16;        // x comes as bf16 (with quant != kNone it is quantised inside)
+  bool batch_invariant;  // one regime at every batch size
+  int32_t num_sms;       // of the device; 0 on a CPU (grids are then 0)
+};
+
+// Byte offsets into the workspace, multiples of 256. Regions of size 0 share the next one's offset.
+struct Layout {
+  int64_t counters;     // int32 [64]: num_rows, num_tiles, then tickets; zeroed by the call's first kernel
+  int64_t offsets;      // int32 [E + 1]
+  int64_t slot_to_row;  // int32 [chunk_rows]
+  int64_t row_to_slot;  // int32 [chunk_rows]
+  int64_t tasks;        // TileTask [max_tiles]
+  int64_t x_q;          // e4m3 [chunk_tokens, H], where x_in_workspace
+  int64_t x_scale;      // fp32 [chunk_tokens, H / 128], where x_in_workspace and quant is kBlock
+  int64_t h;            // [chunk_rows, I]: bf16 where h_is_bf16, else e4m3
+  int64_t h_scale;      // fp32 [chunk_rows, I / act_group], where quant is kBlock and h is e4m3
+  int64_t y;            // bf16 [chunk_rows, H]: down's rows before the reduction
+  int64_t bytes;        // of the whole workspace
+};
+
+struct Config {
+  Regime regime;
+  grouped::TileRule rule;
+  int32_t act_group;     // elements of I that share a scale, weights' and activations' alike: 128, or 64
+  bool x_in_workspace;   // x is quantised by a step of its own into x_q (else by the GEMM's load, or not at all)
+  bool h_is_bf16;        // the activation is stored as bf16: bf16 weights, or the down GEMM's load quantises it
+  int32_t num_chunks;    // 0 where there are no tokens
+  int64_t chunk_tokens;  // tokens of every chunk but the last, which has no more
+  int64_t chunk_rows;    // chunk_tokens * top_k: most rows of a chunk
+  int64_t max_tiles;     // most token tiles of a chunk
+  int32_t up_columns;    // columns of the activation a gate-up task makes
+  int32_t down_columns;  // columns of H a down task makes
+  int32_t up_grid;       // CTAs of the gate-up kernel
+  int32_t down_grid;     // CTAs of the down kernel
+  int32_t index_ctas;    // CTAs of the index kernel (one cluster); 0 where the gate-up kernel routes for itself
+  Layout layout;
+};
+
+namespace detail {
+
+inline void check_range(const char* argument, int64_t value, int64_t low, int64_t high) {
+  check(value >= low && value <= high, "hpc_moe.config", argument, text("an int in [", low, ", ", high, "]"), value);
+}
+
+inline void check_problem(const Problem& p) {
+  check_range("num_tokens", p.tokens, 0, kMaxTokens);
+  check_range("top_k", p.top_k, 1, kMaxTopK);
+  check_range("num_local_experts", p.num_local, 1, kMaxLocalExperts);
+  check_range("num_experts", p.num_experts, p.num_local, kMaxExperts);
+  check_range("hidden", p.hidden, 128, kMaxDim);
+  check_range("intermediate", p.intermediate, 64, kMaxDim);
+  check(p.hidden % 128 == 0, "hpc_moe.config", "hidden", "a multiple of 128", p.hidden);
+  check(p.intermediate % 64 == 0, "hpc_moe.config", "intermediate", "a multiple of 64", p.intermediate);
+  check_range("num_sms", p.num_sms, 0, 1 << 16);
+}
+
+inline int32_t ceil_div(int64_t a, int64_t b) {
+  return static_cast<int32_t>((a + b - 1) / b);
+}
+
+inline int32_t grid(int64_t resident, int64_t tasks) {
+  return static_cast<int32_t>(resident < tasks ? resident : tasks);
+}
+
+inline Layout make_layout(const Problem& p, const Config& c) {
+  int64_t end = 0;
+  auto take = [&end](int64_t bytes) {
+    const int64_t begin = end;
+    end = (end + bytes + 255) / 256 * 256;
+    return begin;
+  };
+  const bool block = p.quant == Quant::kBlock;
+  const int64_t x_tokens = c.x_in_workspace ? c.chunk_tokens : 0;
+  Layout l{};
+  l.counters = take(64 * sizeof(int32_t));
+  l.offsets = take((p.num_local + 1) * static_cast<int64_t>(sizeof(int32_t)));
+  l.slot_to_row = take(c.chunk_rows * static_cast<int64_t>(sizeof(int32_t)));
+  l.row_to_slot = take(c.chunk_rows * static_cast<int64_t>(sizeof(int32_t)));
+  l.tasks = take(c.max_tiles * static_cast<int64_t>(sizeof(grouped::TileTask)));
+  l.x_q = take(x_tokens * p.hidden);
+  l.x_scale = take(block ? x_tokens * (p.hidden / kScaleK) * 4 : 0);
+  l.h = take(c.chunk_rows * p.intermediate * (c.h_is_bf16 ? 2 : 1));
+  l.h_scale = take(block && !c.h_is_bf16 ? c.chunk_rows * (p.intermediate / c.act_group) * 4 : 0);
+  l.y = take(c.chunk_rows * p.hidden * 2);
+  l.bytes = p.tokens == 0 ? 0 : end;
+  return l;
+}
+
+}  // namespace detail
+
+// kLow: at most 1,024 (token, slot) pairs (every CTA of the gate-up kernel routes them itself) and at most 8 for an
+// expert on average (one n8 step). kLarge: more than 128 rows an expert on average, so that pairs of tiles are common.
+inline Regime choose_regime(const Problem& p, int64_t chunk_tokens) {
+  const int64_t pairs = chunk_tokens * p.top_k;
+  if (p.batch_invariant) return Regime::kMid;
+  if (pairs <= 1024 && pairs <= 8 * static_cast<int64_t>(p.num_experts)) return Regime::kLow;
+  return pairs > 128 * static_cast<int64_t>(p.num_experts) ? Regime::kLarge : Regime::kMid;
+}
+
+// The one place where a call's shape is turned into sizes. Throws std::invalid_argument for a Problem out of range.
+inline Config make_config(const Problem& p) {
+  detail::check_problem(p);
+  Config c{};
+  c.num_chunks = detail::ceil_div(p.tokens, kChunkTokens);
+  c.chunk_tokens = c.num_chunks ? detail::ceil_div(p.tokens, c.num_chunks) : 0;
+  c.chunk_rows = c.chunk_tokens * p.top_k;
+  c.regime = choose_regime(p, c.chunk_tokens);
+  const bool low = c.regime == Regime::kLow;
+  c.rule = low ? grouped::TileRule{8, 8, 0} : grouped::default_rule();
+  c.act_group = p.intermediate % 128 == 0 ? 128 : 64;
+  c.x_in_workspace = p.quant != Quant::kNone && p.x_is_bf16 && !low;
+  // In the low regime an activation group spans several gate-up tasks, so the down kernel finds its amax.
+  c.h_is_bf16 = p.quant == Quant::kNone || (p.quant == Quant::kBlock && low);
+  c.max_tiles = grouped::max_tiles(c.chunk_rows, p.num_local, c.rule);
+
+  c.up_columns = low ? 32 : c.act_group;
+  c.down_columns = low ? (p.hidden <= 2048 ? 16 : 32) : 256;
+  const int64_t up_tasks = c.max_tiles * detail::ceil_div(p.intermediate, c.up_columns);
+  const int64_t down_tasks = (low ? 1 : c.max_tiles) * static_cast<int64_t>(detail::ceil_div(p.hidden, c.down_columns));
+  c.up_grid = detail::grid(p.num_sms, up_tasks);
+  c.down_grid = detail::grid(p.num_sms, down_tasks);
+  c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 8192 ? 8 : 1);
+  c.layout = detail::make_layout(p, c);
+  return c;
+}
+
+}  // namespace hpc::moe
