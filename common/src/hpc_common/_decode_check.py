@@ -1,0 +1,197 @@
+"""The invariants of a decode task map, checked from its bytes and the lengths alone.
+
+Nothing here calls the planner: sums, clamps and cuts are done again in numpy, so a fault of the planner shows.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ._decode_schedule import HEADER, MAX_SEQ_LEN, REQUEST, TILE_TOKENS, DecodeSchedule, map_bytes
+
+_WAVE = 132  # SMs that the floor's rule spreads small work over
+
+
+def expected_floor(total_tiles: int, min_tiles: int) -> int:
+    """The floor of a CTA's work in tiles: one wave of 132 CTAs gets up to 2 * min_tiles each, and at least min_tiles."""
+    return min(max(-(-total_tiles // _WAVE), min_tiles), 2 * min_tiles)
+
+
+def expected_piece_tiles(num_tiles: int) -> int:
+    """Tiles of a piece in a batch-invariant plan: the least power of two from 8 on that leaves at most 256 pieces."""
+    return max(8, 1 << (max(-(-num_tiles // 256), 1) - 1).bit_length())
+
+
+def check_schedule(
+    raw: bytes | np.ndarray,
+    seq_lens: Sequence[int] | np.ndarray,
+    num_kv_heads: int = 1,
+    num_ctas: int = 132,
+    q_len: int = 1,
+    window: int | None = None,
+    max_seq_len: int = MAX_SEQ_LEN,
+    batch_invariant: bool = False,
+    max_batch: int | None = None,
+    min_tiles: int = 2,
+) -> list[str]:
+    """What is wrong with a map: one text for each broken invariant, an empty list for a right one.
+
+    Arguments as in ``plan_decode``; ``raw`` is the map's bytes. Checked: size, header and zero padding; the request
+    rows; one uniform budget; every (request, head, tile) run once and in order; loads; pieces dense, their number, and
+    at most two partial ones a CTA; slots within the workspace and not shared; the list of cut (request, head) pairs.
+    """
+    raw = bytes(raw)
+    lengths = np.clip(np.asarray(seq_lens, np.int64).reshape(-1), 0, max_seq_len)
+    rows = max(len(lengths), 1) if max_batch is None else max_batch
+    if len(raw) != map_bytes(rows, num_ctas):
+        return [f"size: {len(raw)} bytes, not {map_bytes(rows, num_ctas)}"]
+    given = dict(
+        batch=len(lengths), num_kv_heads=num_kv_heads, num_ctas=num_ctas, q_len=q_len, window=window or 0,
+        max_seq_len=max_seq_len, max_batch=rows, batch_invariant=int(batch_invariant), min_tiles=min_tiles,
+    )  # fmt: skip
+    header = np.frombuffer(raw, HEADER, 1)[0]
+    wrong = [f"header: {name} {header[name]}, not {value}" for name, value in given.items() if header[name] != value]
+    if wrong:  # the rest would be read at wrong offsets
+        return wrong
+    schedule = DecodeSchedule.from_map(raw)
+    wrong = list(_requests(schedule, lengths)) + list(_loads(schedule)) + list(_padding(schedule))
+    if not wrong:  # only then do runs and rows fit together well enough to list pieces
+        wrong = list(_pieces(schedule))
+    return wrong
+
+
+def _requests(schedule: DecodeSchedule, lengths: np.ndarray) -> Iterator[str]:
+    """The request rows, against what the lengths say."""
+    last = -(-lengths // TILE_TOKENS)
+    first = np.zeros_like(last)
+    if schedule.window is not None:  # the first of the window keys that row 0 sees, the last of them included
+        first = np.maximum(lengths - (schedule.q_len - 1) - schedule.window, 0) // TILE_TOKENS
+    tiles = last - first
+    want = np.zeros(len(lengths) + 1, REQUEST)
+    want["seq_len"][:-1], want["first_tile"][:-1], want["num_tiles"][:-1] = lengths, first, tiles
+    want["tile_begin"][1:] = np.cumsum(tiles)
+    if schedule.batch_invariant:
+        size = np.array([expected_piece_tiles(int(n)) if n else 0 for n in tiles], np.int64)
+        pieces = -(-tiles // np.maximum(size, 1))
+        want["piece_tiles"][:-1], want["num_pieces"][:-1] = size, pieces
+        want["piece_begin"][1:] = np.cumsum(pieces)
+    following = len(lengths)
+    for request in range(len(lengths) - 1, -1, -1):
+        want["next"][request] = following
+        if tiles[request]:
+            following = request
+    for name in REQUEST.names:
+        bad = np.flatnonzero(schedule.requests[name] != want[name])
+        if len(bad):
+            row = bad[0]
+            yield f"request row {row}: {name} {schedule.requests[name][row]}, not {want[name][row]}"
+    total = int(tiles.sum()) * schedule.num_kv_heads
+    if schedule.total_tiles != total:
+        yield f"header: total_tiles {schedule.total_tiles}, not {total}"
+    if schedule.num_empty != np.count_nonzero(tiles == 0):
+        yield f"header: num_empty {schedule.num_empty}, not {np.count_nonzero(tiles == 0)}"
+
+
+def _loads(schedule: DecodeSchedule) -> Iterator[str]:
+    """Budget, and the runs of the CTAs: in range, in order, without gap or overlap, of the right length."""
+    total, n = schedule.total_tiles, schedule.num_ctas
+    floor = expected_floor(total, schedule.min_tiles)
+    budget = max(-(-total // n), floor) if total else 0
+    if (schedule.floor, schedule.budget) != (floor, budget):
+        yield f"header: floor and budget {schedule.floor}, {schedule.budget}, not {floor}, {budget}"
+    runs = schedule.ctas
+    used = runs["count"] > 0
+    if schedule.used_ctas != np.count_nonzero(used):
+        yield f"header: used_ctas {schedule.used_ctas}, not {np.count_nonzero(used)}"
+    if (runs["count"] < 0).any() or runs[~used].tobytes().strip(b"\0"):
+        yield "ctas: a run without tiles that is not zero"
+    cta = np.flatnonzero(used)
+    runs = runs[used]
+    rows = schedule.requests[: schedule.batch]
+    inside = (runs["request"] >= 0) & (runs["request"] < schedule.batch)
+    inside &= (runs["kv_head"] >= 0) & (runs["kv_head"] < schedule.num_kv_heads) & (runs["tile"] >= 0)
+    if inside.all():
+        inside = runs["tile"] < rows["num_tiles"][runs["request"]]
+    if not inside.all():
+        yield f"CTA {cta[~inside][0]}: a run that begins outside the requests, heads and tiles there are"
+        return
+    own = rows[runs["request"]]
+    begin = (
+        own["tile_begin"].astype(np.int64) * schedule.num_kv_heads + runs["kv_head"] * own["num_tiles"] + runs["tile"]
+    )
+    end = begin + runs["count"]
+    edges = np.append(begin, total)
+    gap = np.flatnonzero(np.append(0, end) != edges)
+    if len(gap):
+        yield f"tiles {np.append(0, end)[gap[0]]} and {edges[gap[0]]}: covered twice, or not at all, between them"
+    if schedule.batch_invariant:
+        return  # how much a CTA gets follows from the pieces, checked there
+    if not np.array_equal(begin, cta * budget) or (runs["count"][:-1] != budget).any():
+        yield f"loads: a CTA that does not run the tiles from its number times {budget}"
+    if schedule.makespan != min(budget, total):
+        yield f"loads: makespan {schedule.makespan}, not {min(budget, total)}"
+
+
+def _padding(schedule: DecodeSchedule) -> Iterator[str]:
+    """Zero bytes behind the request rows and behind the cut pairs."""
+    begin = HEADER.itemsize + (schedule.batch + 1) * REQUEST.itemsize
+    end = HEADER.itemsize + (schedule.max_batch + 1) * REQUEST.itemsize
+    if schedule.raw[begin:end].strip(b"\0"):
+        yield "padding: a byte behind the request rows is not zero"
+    if not 0 <= schedule.num_splits < schedule.num_ctas:
+        yield f"header: num_splits {schedule.num_splits} with {schedule.num_ctas} CTAs"
+        return
+    end = len(schedule.raw)
+    if schedule.raw[end - (schedule.num_ctas - schedule.num_splits) * 16 : end].strip(b"\0"):
+        yield "padding: a byte behind the cut pairs is not zero"
+
+
+def _pieces(schedule: DecodeSchedule) -> Iterator[str]:
+    """Pieces dense within each (request, head), few enough, slots apart, and the list of cut pairs."""
+    pieces, heads = schedule.pieces, schedule.num_kv_heads
+    size = schedule.requests["num_tiles"][pieces["request"]]
+    pair = pieces["request"].astype(np.int64) * heads + pieces["kv_head"]
+    starts, ends = pieces["tile_begin"] == 0, pieces["tile_end"] == size
+    joined = (pair[1:] == pair[:-1]) & (pieces["tile_begin"][1:] == pieces["tile_end"][:-1])
+    if len(pieces) and not (starts[0] and ends[-1] and np.where(ends[:-1], starts[1:], joined).all()):
+        yield "pieces: those of a (request, head) do not follow each other from its first tile to its last"
+        return
+    pairs = int(np.count_nonzero(schedule.requests["num_tiles"][: schedule.batch])) * heads
+    if np.count_nonzero(starts) != pairs:
+        yield f"pieces: {np.count_nonzero(starts)} (request, head) pairs begun, not {pairs}"
+    partial = pieces[~pieces["whole"]]
+    if len(np.unique(partial["slot"])) != len(partial):
+        yield "slots: two partial results share one"
+    if schedule.batch_invariant:
+        yield from _invariant_pieces(schedule)
+        return
+    if len(pieces) and len(pieces) > schedule.used_ctas - 1 + pairs:
+        yield f"pieces: {len(pieces)} for {schedule.used_ctas} CTAs and {pairs} pairs"
+    if len(partial) and (partial["slot"].min() < 0 or partial["slot"].max() >= 2 * schedule.num_ctas):
+        yield f"slots: one outside [0, {2 * schedule.num_ctas})"
+    if (np.bincount(partial["cta"], minlength=1) > 2).any():
+        yield "pieces: a CTA with more than two partial ones"
+    cut, first, count = np.unique(pair[~pieces["whole"]], return_index=True, return_counts=True)
+    want = np.stack([cut // heads, cut % heads, partial["cta"][first], count], 1) if len(cut) else np.zeros((0, 4))
+    have = schedule.splits.view("<i4").reshape(-1, 4)
+    if have.shape != want.shape or (have != want).any():
+        yield f"splits: not the {len(want)} cut (request, head) pairs in order, with first CTA and number of pieces"
+
+
+def _invariant_pieces(schedule: DecodeSchedule) -> Iterator[str]:
+    """Batch-invariant plans: cuts from the request's own tiles, run by the CTA whose budget holds the piece's start."""
+    pieces, heads = schedule.pieces, schedule.num_kv_heads
+    rows = schedule.requests[pieces["request"]]
+    if (pieces["tile_begin"] % np.maximum(rows["piece_tiles"], 1)).any():
+        yield "pieces: one that does not begin at a multiple of its request's piece size"
+    want = np.minimum(pieces["tile_begin"] + rows["piece_tiles"], rows["num_tiles"])
+    if (pieces["tile_end"] != want).any():
+        yield "pieces: one that is neither of its request's piece size nor the last"
+    begin = rows["tile_begin"].astype(np.int64) * heads + pieces["kv_head"] * rows["num_tiles"] + pieces["tile_begin"]
+    if schedule.budget and (begin // schedule.budget != pieces["cta"]).any():
+        yield "pieces: one that begins outside the budget of the CTA that runs it"
+    slots = int(schedule.requests["piece_begin"][schedule.batch]) * heads
+    if not np.array_equal(pieces["slot"], np.arange(slots)):
+        yield f"slots: not 0 to {slots - 1} in order"
+    if schedule.num_splits:
+        yield f"splits: {schedule.num_splits} rows in a batch-invariant plan"

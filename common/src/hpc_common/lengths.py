@@ -1,0 +1,47 @@
+"""The tables' notation for a batch of request lengths: ``2x32K+30x4K`` is 2 requests of 32,768 tokens and 30 of 4,096."""
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import groupby
+
+from .checks import fail
+
+_TERM = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([Kk]?)")
+
+
+def parse_lengths(text: str, most: int = 1 << 20) -> list[int]:
+    """Lengths in tokens, in the order written.
+
+    Args:
+        text: terms joined by ``+``, each ``COUNTxLENGTH`` or ``LENGTH`` (count 1); K is 1,024 tokens and may follow a
+            decimal number (``0.125K`` is 128), as long as the length is whole.
+        most: largest length and largest number of requests accepted.
+
+    Raises ValueError for anything else, saying which term.
+    """
+    where = "hpc_common.parse_lengths"
+    lengths: list[int] = []
+    for term in text.split("+"):
+        match = _TERM.fullmatch(term.strip())
+        if match is None:
+            fail(where, "lengths", "terms such as 30x4K joined by +", repr(term.strip() or text))
+        count = int(match[1]) if match[1] else 1
+        length = Fraction(match[2]) * (1024 if match[3] else 1)
+        if length.denominator != 1:
+            fail(where, "lengths", "a whole number of tokens", repr(term.strip()))
+        if length > most or len(lengths) + count > most:
+            fail(where, "lengths", f"at most {most} tokens a request and {most} requests", repr(term.strip()))
+        lengths += [int(length)] * count
+    return lengths
+
+
+def format_lengths(lengths: Sequence[int]) -> str:
+    """The notation of ``lengths``, one term for each run of equal ones; ``parse_lengths`` reads it back."""
+
+    def size(length: int) -> str:
+        if length == 0 or length % 64:
+            return str(length)
+        return f"{length / 1024:.4f}".rstrip("0").rstrip(".") + "K"  # sixteenths of K have four decimals
+
+    return "+".join(f"{sum(1 for _ in run)}x{size(length)}" for length, run in groupby(lengths))
