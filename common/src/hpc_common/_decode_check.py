@@ -13,7 +13,7 @@ _WAVE = 132  # SMs that the floor's rule spreads small work over
 
 
 def expected_floor(total_tiles: int, min_tiles: int) -> int:
-    """The floor of a CTA's work in tiles: one wave of 132 CTAs gets up to 2 * min_tiles each, and at least min_tiles."""
+    """The floor of a CTA's work: one wave of 132 CTAs gets up to 2 * min_tiles each, and never less than min_tiles."""
     return min(max(-(-total_tiles // _WAVE), min_tiles), 2 * min_tiles)
 
 
