@@ -116,9 +116,8 @@ def _loads(schedule: DecodeSchedule) -> Iterator[str]:
         yield f"CTA {cta[~inside][0]}: a run that begins outside the requests, heads and tiles there are"
         return
     own = rows[runs["request"]]
-    begin = (
-        own["tile_begin"].astype(np.int64) * schedule.num_kv_heads + runs["kv_head"] * own["num_tiles"] + runs["tile"]
-    )
+    begin = own["tile_begin"].astype(np.int64) * schedule.num_kv_heads
+    begin += runs["kv_head"].astype(np.int64) * own["num_tiles"] + runs["tile"]
     end = begin + runs["count"]
     edges = np.append(begin, total)
     gap = np.flatnonzero(np.append(0, end) != edges)

@@ -176,11 +176,11 @@ class DecodeSchedule:
         kind = "batch-invariant pieces" if self.batch_invariant else f"budget {self.budget}, floor {self.floor}"
         window = "" if self.window is None else f", window {self.window}"
         lines = [
-            f"{self.batch} requests ({self.num_empty} empty) x {self.num_kv_heads} KV heads, q_len {self.q_len}{window}: "
-            f"{self.total_tiles} tiles of {TILE_TOKENS} tokens",
+            f"{self.batch} requests ({self.num_empty} empty) x {self.num_kv_heads} KV heads, q_len {self.q_len}{window}"
+            f": {self.total_tiles} tiles of {TILE_TOKENS} tokens",
             f"{self.used_ctas} of {self.num_ctas} CTAs, {kind}: largest load {self.makespan}, mean "
             f"{self.total_tiles / self.num_ctas:.1f}, lower bound {self.lower_bound}",
-            f"{len(pieces)} pieces: {len(pieces) - len(partial)} whole, {len(partial)} of {cut} cut (request, head) pairs",
+            f"{len(pieces)} pieces: {len(pieces) - len(partial)} whole, {len(partial)} of {cut} cut (request, head)s",
         ]
         for cta in np.flatnonzero(self.loads)[:limit]:
             own = self.cta_pieces(cta)

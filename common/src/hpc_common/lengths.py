@@ -1,4 +1,4 @@
-"""The tables' notation for a batch of request lengths: ``2x32K+30x4K`` is 2 requests of 32,768 tokens and 30 of 4,096."""
+"""The tables' notation for request lengths: ``2x32K+30x4K`` is 2 requests of 32,768 tokens and 30 of 4,096."""
 
 import re
 from collections.abc import Sequence

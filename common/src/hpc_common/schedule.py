@@ -1,4 +1,4 @@
-"""The schedulers' Python face, for tests and the demo; the rules stand in ``include/hpc/schedule.hpp`` and ``grouped.hpp``.
+"""The decode scheduler's Python face, for tests and the demo; its rules stand in ``include/hpc/schedule.hpp``.
 
 An operator plans with the planner compiled into its own extension; what is here is compiled from the same headers.
 """
