@@ -14,7 +14,8 @@
 // Batch-invariant plans: a (request, head) is cut into pieces of piece_tiles(its own tiles), and CTA c runs the pieces
 // that start in [c * budget, (c + 1) * budget). Slot: Hkv * piece_begin[r] + h * num_pieces[r] + piece.
 //
-// The map: header | requests[max_batch + 1] | ctas[num_ctas] | splits[num_ctas]; every byte not named is zero.
+// Rows are aligned to 16 bytes, as a map must be. The map: header | requests[max_batch + 1] | ctas[num_ctas] |
+// splits[num_ctas]; every byte not named is zero.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +48,7 @@ struct DecodeShape {
 };
 
 // Row r: request r. Row `batch` ends the list: tile_begin and piece_begin hold the totals, the rest is 0.
-struct DecodeRequest {
+struct alignas(16) DecodeRequest {
   int32_t tile_begin;   // tiles of the requests before this one, per KV head
   int32_t seq_len;      // clamped to [0, max_seq_len]
   int32_t first_tile;   // first tile that any row sees (not 0 only with a window), from position 0
@@ -59,7 +60,7 @@ struct DecodeRequest {
 };
 
 // Row c: the run of `count` consecutive tiles of CTA c, from the given tile on. count 0: all fields 0.
-struct DecodeCta {
+struct alignas(16) DecodeCta {
   int32_t request;
   int32_t kv_head;
   int32_t tile;  // counted from the request's first_tile
@@ -67,14 +68,14 @@ struct DecodeCta {
 };
 
 // One row for each (request, head) that more than one CTA runs, in order; not in batch-invariant plans.
-struct DecodeSplit {
+struct alignas(16) DecodeSplit {
   int32_t request;
   int32_t kv_head;
   int32_t first_cta;  // the pieces belong to CTAs first_cta .. first_cta + pieces - 1
   int32_t pieces;     // at least 2
 };
 
-struct DecodeHeader {
+struct alignas(16) DecodeHeader {
   int64_t total_tiles;  // of all requests and KV heads
   int32_t batch;
   int32_t num_kv_heads;
@@ -126,7 +127,9 @@ HPC_HD int32_t floor_tiles(int64_t total_tiles, int32_t min_tiles) {
 // Tiles a CTA.
 HPC_HD int32_t decode_budget(int64_t total_tiles, int32_t num_ctas, int32_t floor) {
   if (total_tiles == 0) return 0;
-  const int64_t share = (total_tiles + num_ctas - 1) / num_ctas;
+  // 32 bits where they do: a division of 64 is a long subroutine on the device.
+  const int64_t share = total_tiles < (int64_t{1} << 31) ? ceil_div(static_cast<int32_t>(total_tiles), num_ctas)
+                                                         : (total_tiles + num_ctas - 1) / num_ctas;
   return share > floor ? static_cast<int32_t>(share) : floor;
 }
 

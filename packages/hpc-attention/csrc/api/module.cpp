@@ -1,4 +1,9 @@
 // The extension module: what it was built from, and the operator's functions.
 #include "hpc/build_info.hpp"
 
-NB_MODULE(_C, module) { hpc::bind_build_info(module); }
+void bind_plan(nanobind::module_& module);  // plan.cpp
+
+NB_MODULE(_C, module) {
+  hpc::bind_build_info(module);
+  bind_plan(module);
+}

@@ -1,0 +1,170 @@
+// The plan kernel: seq_lens of this step -> decode task map (hpc/schedule.hpp), byte for byte what the host planner
+// writes.
+//
+// Grid: thread blocks that all do the same scan; block b writes the request rows of every gridDim-th warp, block 0 also
+//   the CTAs' runs, the cut (request, head) pairs and the header. One block serves up to 1,023 requests.
+// Threads: T >= CTAs of the attention kernel. Thread i scans requests [i * kItems, (i + 1) * kItems) and writes the row
+//   of CTA i.
+// Shared memory: tile_begin of every request (16 KB at 4,096), and per-warp sums.
+// Steps: 1. lengths -> tiles, scan in the warp | barrier | 2. sums of the warps before, tile_begin to shared memory |
+//   barrier | 3. request rows; thread c searches the place of tile c * budget | barrier | 4. cut pairs at their index
+//   (a ballot scan), header, zeros.
+// Sums fit 32 bits per KV head (4,096 x 16,384 tiles); positions over all heads are int64.
+// PDL: waits before it reads seq_lens or writes the map, which the attention kernel of the step before may still read;
+//   triggers right after. Whoever comes next sees the map after its own wait.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "config/plan.hpp"
+#include "hpc/pdl.cuh"
+#include "hpc/schedule.hpp"
+
+namespace hpc::attention {
+
+struct PlanParams {
+  const int32_t* seq_lens;  // [shape.batch]
+  unsigned char* map;       // decode_map_bytes(shape.max_batch, shape.num_ctas), 16-byte aligned
+  DecodeShape shape;
+};
+
+// Rows of the map are whole multiples of 16 bytes.
+template <typename Row>
+__device__ __forceinline__ void store_row(unsigned char* to, const Row& row) {
+  static_assert(sizeof(Row) % 16 == 0, "16-byte stores");
+  const int4* words = reinterpret_cast<const int4*>(&row);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Row) / 16); ++i) reinterpret_cast<int4*>(to)[i] = words[i];
+}
+
+__device__ __forceinline__ int32_t warp_inclusive_scan(int32_t value, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int32_t below = __shfl_up_sync(0xffffffffu, value, step);
+    if (lane >= step) value += below;
+  }
+  return value;
+}
+
+// Sums over the warps of a block, one value a warp: of all, and of those before `warp`.
+struct WarpSums {
+  int32_t all;
+  int32_t before;
+};
+__device__ __forceinline__ WarpSums sum_warps(const int32_t* per_warp, int warp, int num_warps, int lane) {
+  const int32_t value = lane < num_warps ? per_warp[lane] : 0;
+  return {__reduce_add_sync(0xffffffffu, value), __reduce_add_sync(0xffffffffu, lane < warp ? value : 0)};
+}
+
+template <bool kBatchInvariant, int kItems>
+__global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
+  __shared__ alignas(16) int32_t tile_begin[kItems * kPlanThreads + 1];
+  __shared__ int32_t warp_tiles[32], warp_pieces[32], warp_empty[32], warp_splits[32], warp_used[32];
+  DecodeShape shape = params.shape;
+  shape.batch_invariant = kBatchInvariant;  // known to the compiler from here on
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int num_threads = static_cast<int>(blockDim.x), num_warps = num_threads / 32;
+  const int block = static_cast<int>(blockIdx.x), num_blocks = static_cast<int>(gridDim.x);
+  const int batch = shape.batch, first = thread * kItems;
+
+  pdl_wait();
+  pdl_trigger();
+
+  // 1. Tiles of each request, summed up to and including this thread's within the warp.
+  DecodeRequest rows[kItems];
+  int32_t tiles = 0, pieces = 0, empty = 0;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int32_t length = first + i < batch ? __ldcg(params.seq_lens + first + i) : 0;
+    rows[i] = decode_request(length, shape);
+    tiles += rows[i].num_tiles;
+    pieces += rows[i].num_pieces;
+    empty += first + i < batch && rows[i].num_tiles == 0;
+  }
+  const int32_t tiles_to_here = warp_inclusive_scan(tiles, lane);
+  const int32_t pieces_to_here = kBatchInvariant ? warp_inclusive_scan(pieces, lane) : 0;
+  empty = __reduce_add_sync(0xffffffffu, empty);
+  if (lane == 31) {
+    warp_tiles[warp] = tiles_to_here;
+    warp_pieces[warp] = pieces_to_here;
+    warp_empty[warp] = empty;
+  }
+  __syncthreads();
+
+  // 2. The first tile of each request, per KV head; entries from `batch` on hold the total.
+  const WarpSums tile_sums = sum_warps(warp_tiles, warp, num_warps, lane);
+  const WarpSums piece_sums = kBatchInvariant ? sum_warps(warp_pieces, warp, num_warps, lane) : WarpSums{0, 0};
+  tiles = tile_sums.before + tiles_to_here - tiles;
+  pieces = piece_sums.before + pieces_to_here - pieces;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    rows[i].tile_begin = tiles;
+    rows[i].piece_begin = pieces;
+    if (first + i <= batch) tile_begin[first + i] = tiles;
+    tiles += rows[i].num_tiles;
+    pieces += rows[i].num_pieces;
+  }
+  if (thread == num_threads - 1 && batch == first + kItems) tile_begin[batch] = tiles;
+  const int64_t total = static_cast<int64_t>(tile_sums.all) * shape.num_kv_heads;
+  const int32_t floor = floor_tiles(total, shape.min_tiles);
+  const int32_t budget = decode_budget(total, shape.num_ctas, floor);
+  __syncthreads();
+
+  // 3. Request rows, and zeros behind the row that ends them.
+  unsigned char* to = params.map + requests_offset();
+  if (warp % num_blocks == block) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (first + i < batch) {
+        rows[i].next = next_request(first + i, tile_begin, batch);
+        store_row(to + sizeof(DecodeRequest) * (first + i), rows[i]);
+      }
+    }
+  }
+  for (int row = batch + block * num_threads + thread; row <= shape.max_batch; row += num_blocks * num_threads) {
+    DecodeRequest last = {};
+    if (row == batch) {
+      last.tile_begin = tile_sums.all;
+      last.piece_begin = piece_sums.all;
+    }
+    store_row(to + sizeof(DecodeRequest) * row, last);
+  }
+  if (block != 0) return;
+
+  DecodeAssignment assignment = {};
+  const bool owns_cta = thread < shape.num_ctas;
+  if (owns_cta) {
+    assignment = decode_assignment(thread, budget, total, tile_begin, shape);
+    store_row(params.map + ctas_offset(shape.max_batch) + sizeof(DecodeCta) * thread, assignment.run);
+  }
+  const bool cuts = !kBatchInvariant && assignment.split.pieces > 0;
+  const unsigned cutting = __ballot_sync(0xffffffffu, cuts);
+  const unsigned used = __ballot_sync(0xffffffffu, assignment.run.count > 0);
+  if (lane == 0) {
+    warp_splits[warp] = __popc(cutting);
+    warp_used[warp] = __popc(used);
+  }
+  __syncthreads();
+
+  // 4. Cut pairs in the order of the CTAs that cut them, zeros behind them, and the header.
+  const WarpSums splits = sum_warps(warp_splits, warp, num_warps, lane);
+  to = params.map + splits_offset(shape.max_batch, shape.num_ctas);
+  if (cuts) {
+    const int index = splits.before + __popc(cutting & ((1u << lane) - 1));
+    store_row(to + sizeof(DecodeSplit) * index, assignment.split);
+  }
+  if (owns_cta && thread >= splits.all) store_row(to + sizeof(DecodeSplit) * thread, DecodeSplit{});
+  if (warp == num_warps - 1) {
+    const int32_t used_ctas = sum_warps(warp_used, warp, num_warps, lane).all;
+    const int32_t num_empty = sum_warps(warp_empty, warp, num_warps, lane).all;
+    if (lane == 0) {
+      const DecodeHeader header = {
+          total,           batch,           shape.num_kv_heads, shape.num_ctas, budget,
+          used_ctas,       splits.all,      shape.q_len,        shape.window,   shape.max_seq_len,
+          shape.max_batch, kBatchInvariant, num_empty,          floor,          shape.min_tiles};
+      store_row(params.map, header);
+    }
+  }
+}
+
+}  // namespace hpc::attention
