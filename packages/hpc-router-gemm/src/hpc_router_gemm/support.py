@@ -1,0 +1,58 @@
+"""What runs where: one table for the checks, the tests and the README."""
+
+import torch
+from hpc_common.capability import Support
+from hpc_common.capability import why_not as _why_not
+
+# One row per operator and kind of weight; a kernel's arrival flips `cuda`.
+SUPPORT: tuple[Support, ...] = (
+    Support("router_gemm", "fp32 weight, terms 1 to 3"),
+    Support("router_gemm", "bf16 weight"),
+    Support("linear", "fp32 weight, terms 1 to 3"),
+    Support("linear", "bf16 weight"),
+    Support("route", "fp32 weight, terms 1 to 3"),
+    Support("route", "bf16 weight"),
+)
+
+_FEATURES = {torch.float32: "fp32 weight, terms 1 to 3", torch.bfloat16: "bf16 weight"}
+
+
+def feature(weight_dtype: torch.dtype) -> str:
+    """The table's feature for a weight of ``weight_dtype``; ValueError where there is none."""
+    if weight_dtype not in _FEATURES:
+        raise ValueError(f"hpc_router_gemm: weight_dtype: expected torch.float32 or torch.bfloat16, got {weight_dtype}")
+    return _FEATURES[weight_dtype]
+
+
+def why_not(
+    operator: str,
+    *,
+    device: torch.device | str = "cuda",
+    weight_dtype: torch.dtype = torch.float32,
+    terms: int = 2,
+) -> str:
+    """Why ``operator`` ("router_gemm", "linear", "route") does not run so on ``device``; "" where it does.
+
+    The reason names the missing kernel, or the device's compute capability and the one needed, or the wrong value.
+    """
+    if operator not in {row.operator for row in SUPPORT}:
+        return f"no operator {operator!r}"
+    if weight_dtype not in _FEATURES:
+        return f"weights are torch.float32 or torch.bfloat16, not {weight_dtype}"
+    if terms not in (1, 2, 3):
+        return f"terms is 1, 2 or 3, not {terms}"
+    try:
+        return _why_not(SUPPORT, operator, feature(weight_dtype), torch.device(device))
+    except ValueError as error:  # no such device
+        return str(error)
+
+
+def is_supported(
+    operator: str,
+    *,
+    device: torch.device | str = "cuda",
+    weight_dtype: torch.dtype = torch.float32,
+    terms: int = 2,
+) -> bool:
+    """Whether ``operator`` runs so on ``device``: ``why_not`` with the reason left out."""
+    return not why_not(operator, device=device, weight_dtype=weight_dtype, terms=terms)
