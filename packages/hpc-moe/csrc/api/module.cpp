@@ -68,6 +68,16 @@ void bind_config(nb::module_& module) {
       nb::kw_only(), "num_tokens"_a, "top_k"_a, "num_local_experts"_a, "num_experts"_a, "hidden"_a, "intermediate"_a,
       "quant"_a, "x_is_bf16"_a = true, "batch_invariant"_a = false, "num_sms"_a = 0,
       "The Config of a call; ValueError where a size is out of range.");
+  module.def(
+      "max_workspace_bytes",
+      [](int64_t num_tokens, int32_t top_k, int32_t num_local_experts, int32_t num_experts, int32_t hidden,
+         int32_t intermediate, const char* quant, bool x_is_bf16, bool batch_invariant) {
+        return max_workspace_bytes({num_tokens, top_k, num_local_experts, num_experts, hidden, intermediate,
+                                    quant_of(quant), x_is_bf16, batch_invariant, 0});
+      },
+      nb::kw_only(), "num_tokens"_a, "top_k"_a, "num_local_experts"_a, "num_experts"_a, "hidden"_a, "intermediate"_a,
+      "quant"_a, "x_is_bf16"_a = true, "batch_invariant"_a = false,
+      "Workspace bytes that a call of any number of tokens up to num_tokens finds enough.");
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "hpc/checks.hpp"
 #include "hpc/grouped.hpp"
@@ -128,12 +129,18 @@ inline Layout make_layout(const Problem& p, const Config& c) {
 
 }  // namespace detail
 
-// kLow: at most 1,024 (token, slot) pairs (every CTA of the gate-up kernel routes them itself) and at most 8 for an
-// expert on average (one n8 step). kLarge: more than 128 rows an expert on average, so that pairs of tiles are common.
+// Most (token, slot) pairs of the low regime: 1,024 (every CTA of the gate-up kernel routes them itself), and 8 for an
+// expert on average (one n8 step). None where the regime must not depend on the batch.
+inline int64_t low_pairs(const Problem& p) {
+  const int64_t few = 8 * static_cast<int64_t>(p.num_experts);
+  return p.batch_invariant ? 0 : (few < 1024 ? few : 1024);
+}
+
+// kLarge: more than 128 rows an expert on average, so that pairs of tiles are common.
 inline Regime choose_regime(const Problem& p, int64_t chunk_tokens) {
   const int64_t pairs = chunk_tokens * p.top_k;
   if (p.batch_invariant) return Regime::kMid;
-  if (pairs <= 1024 && pairs <= 8 * static_cast<int64_t>(p.num_experts)) return Regime::kLow;
+  if (pairs <= low_pairs(p)) return Regime::kLow;
   return pairs > 128 * static_cast<int64_t>(p.num_experts) ? Regime::kLarge : Regime::kMid;
 }
 
@@ -162,6 +169,20 @@ inline Config make_config(const Problem& p) {
   c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 8192 ? 8 : 1);
   c.layout = detail::make_layout(p, c);
   return c;
+}
+
+// Bytes that a call of any number of tokens up to p.tokens finds enough. Within a regime the size grows with the chunk;
+// the largest low call may need more than the smallest mid one (a bf16 activation), and chunks end at kChunkTokens.
+inline int64_t max_workspace_bytes(const Problem& p) {
+  Problem at = p;
+  const int64_t largest = p.tokens < kChunkTokens ? p.tokens : kChunkTokens;
+  int64_t bytes = make_config(p).layout.bytes;
+  for (const int64_t tokens : {largest, low_pairs(p) / p.top_k}) {
+    at.tokens = tokens < largest ? tokens : largest;
+    const int64_t need = make_config(at).layout.bytes;
+    bytes = need > bytes ? need : bytes;
+  }
+  return bytes;
 }
 
 }  // namespace hpc::moe

@@ -1,0 +1,57 @@
+"""What runs where: the table that the checks, the tests and the README are made from."""
+
+import torch
+from hpc_common.capability import Support, capability, require, why_not
+from hpc_common.checks import fail
+
+# The row's author sets cuda=True when its kernel exists; value tests then also run on the GPU.
+TABLE = (
+    Support("fused_moe", "block FP8, bf16 x", note="no GPU kernel yet; CPU tensors run"),
+    Support("fused_moe", "block FP8, e4m3 x", note="no GPU kernel yet; CPU tensors run"),
+    Support("fused_moe", "per-tensor FP8, bf16 x", note="no GPU kernel yet; CPU tensors run"),
+    Support("fused_moe", "per-tensor FP8, e4m3 x", note="no GPU kernel yet; CPU tensors run"),
+    Support("fused_moe", "bf16 weights", note="no GPU kernel yet; CPU tensors run"),
+)
+
+_WHERE = "hpc_moe.is_supported"
+_NAMES = {"block": "block FP8", "tensor": "per-tensor FP8"}
+
+
+def feature(quant: str, x_dtype: torch.dtype) -> str:
+    """The table's feature for ``quant`` ("none", "block", "tensor") and x's dtype."""
+    if quant == "none":
+        return "bf16 weights"
+    return f"{_NAMES[quant]}, {'e4m3' if x_dtype == torch.float8_e4m3fn else 'bf16'} x"
+
+
+def unsupported_reason(
+    quant: str = "block", x_dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None
+) -> str:
+    """Why ``fused_moe`` doesn't run so; "" where it does.
+
+    Args:
+        quant: "none" (bf16 weights), "block" or "tensor".
+        x_dtype: torch.bfloat16 or torch.float8_e4m3fn (not with "none").
+        device: cpu or cuda; None: the current GPU where there is one, else the CPU.
+
+    Raises ValueError for other values.
+    """
+    if quant not in ("none", "block", "tensor"):
+        fail(_WHERE, "quant", "none, block or tensor", repr(quant))
+    allowed = (torch.bfloat16,) if quant == "none" else (torch.bfloat16, torch.float8_e4m3fn)
+    if x_dtype not in allowed:
+        fail(_WHERE, "x_dtype", " or ".join(str(each) for each in allowed), x_dtype)
+    machine = capability(device)
+    return why_not(TABLE, "fused_moe", feature(quant, x_dtype), torch.device(machine.device))
+
+
+def is_supported(
+    quant: str = "block", x_dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None
+) -> bool:
+    """Whether ``fused_moe`` runs with this quantisation and x dtype on ``device``; see ``unsupported_reason``."""
+    return not unsupported_reason(quant, x_dtype, device)
+
+
+def require_supported(where: str, quant: str, x_dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError, saying why, unless the table has it running on ``device``."""
+    require(where, TABLE, "fused_moe", feature(quant, x_dtype), device)
