@@ -205,11 +205,11 @@ def test_a_score_depends_on_its_two_rows_alone(m: int, n: int, k: int, terms: in
     row, column = seed % m, (seed // 7) % n
     alone = router_gemm(x[row : row + 1], RouterWeight(weight[column : column + 1], terms))
     assert same_bits(alone, result[row : row + 1, column : column + 1])
-    # Every partial sum is at most sum |x||w|, and each fp32 rounding of it is 2^-24 of that.
-    size = reference.scores(x.abs(), weight.abs())
-    wanted = torch.stack(reference.split_terms(weight, terms)).sum(0)
-    difference = (result.double() - reference.scores(x, wanted)).abs()
-    assert bool((difference <= 2.0**-24 * (2 * -(-k // 128) + 1) * size + 2.0**-149).all())
+    # One rounding to fp32, and float64's own: each addition at most 2^-53 of sum |x||w|.
+    split = torch.stack(reference.split_terms(weight, terms)).sum(0)
+    wanted, size = reference.scores(x, split), reference.scores(x.abs(), split.abs())
+    difference = (result.double() - wanted).abs()
+    assert bool((difference <= 2.0**-24 * wanted.abs() + 2.0**-53 * 4 * k * size + 2.0**-149).all())
 
 
 @pytest.mark.parametrize("device", DEVICES)

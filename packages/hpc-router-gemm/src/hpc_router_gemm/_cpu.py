@@ -1,12 +1,15 @@
-"""The operators on a CPU: the kernels' mathematics, with results that no BLAS can make depend on anything else.
+"""The operators on a CPU: the kernels' mathematics, with results that no matrix library can make depend on more.
 
-Scores. The weight is split into bf16 terms; products run over K in blocks, smallest term first, into one accumulator
-a block, which is rounded to fp32 and added to an fp32 sum. The accumulator is float64 here where a kernel has fp32:
-a matrix library adds in an order of its own, which differs between columns, edges of tiles and values of M. In
-float64 that order cannot be seen:
+Scores. The weight is split into bf16 terms; exact products run over K in blocks, smallest term first, into one
+accumulator a block, which is added to a sum. A kernel has both in fp32 (and a tensor core truncates the first); here
+both are float64 and the sum is rounded to fp32 once, so a score is the split's own value to half an fp32 ulp, which no
+fp32 arithmetic can better.
+
+Determinism. A library adds in an order of its own, which differs between columns, edges of tiles and values of M. Here
+that order cannot be seen:
 
 * A product of two bf16 has 16 bits. If the exponents within a row of x and a row of the weight's term spread by dx and
-  dw over a block of B, every partial sum is a multiple of one unit and below 2^(dx + dw + 16 + log2 B) units. At most
+  dw over a block of B, every partial sum is a multiple of one unit and below 2^(dx + dw + 16 + log2 B) units. Up to
   2^53 of them are held exactly by float64, so every order gives the same bits.
 * The few pairs of rows that spread further (for normal values about one in a thousand) are summed once more, element
   by element in the order of K.
@@ -19,8 +22,7 @@ import torch
 
 from .weight import split_terms
 
-# K of one accumulator. Three terms promise fp32's own error, so their accumulator is shorter (operators.md, Accuracy).
-K_BLOCK = {1: 256, 2: 256, 3: 128}
+K_BLOCK = 256  # K of one accumulator
 _ROW_CHUNK = 4096  # tokens at once: bounds the float64 temporaries
 _PAIR_CHUNK = 8192  # row pairs at once on the element-by-element path
 _PRODUCT_BITS = 16
@@ -32,7 +34,8 @@ def exponent_spread(values: torch.Tensor) -> torch.Tensor:
 
     Zeros don't count. Nor do Inf and NaN: they make the sum Inf or NaN in every order.
     """
-    exponent = ((values.view(torch.int16) >> 7) & 0xFF).to(torch.int32).clamp_min(1)  # subnormals have exponent 1's unit
+    exponent = ((values.view(torch.int16) >> 7) & 0xFF).to(torch.int32)
+    exponent = exponent.clamp_min(1)  # a subnormal is a multiple of exponent 1's unit
     counts = (values != 0) & (exponent < 255)
     largest = torch.where(counts, exponent, 0).amax(1)
     smallest = torch.where(counts, exponent, 255).amin(1)
@@ -63,18 +66,15 @@ def _block_product(
 
 def scores(x: torch.Tensor, weight: torch.Tensor, terms: int, out: torch.Tensor) -> None:
     """Write x [M, K] bf16 times weight [N, K] (fp32 or bf16) transposed to out [M, N] fp32."""
-    out.zero_()
-    tokens, hidden = x.shape
-    block = K_BLOCK[terms]
-    for k in range(0, hidden, block):
-        parts = [(term.double(), exponent_spread(term)) for term in split_terms(weight[:, k : k + block], terms)]
-        for m in range(0, tokens, _ROW_CHUNK):
-            x_block = x[m : m + _ROW_CHUNK, k : k + block]
+    for x_rows, out_rows in zip(x.split(_ROW_CHUNK), out.split(_ROW_CHUNK), strict=True):
+        total = torch.zeros(out_rows.shape, dtype=torch.float64)
+        for x_block, weight_block in zip(x_rows.split(K_BLOCK, 1), weight.split(K_BLOCK, 1), strict=True):
             x_double, x_spread = x_block.double(), exponent_spread(x_block)
-            accumulator = torch.zeros((x_block.shape[0], weight.shape[0]), dtype=torch.float64)
-            for term, spread in reversed(parts):  # smallest term first
-                accumulator += _block_product(x_double, x_spread, term, spread)
-            out[m : m + _ROW_CHUNK] += accumulator.float()
+            accumulator = torch.zeros_like(total)
+            for term in reversed(split_terms(weight_block, terms)):  # smallest term first
+                accumulator += _block_product(x_double, x_spread, term.double(), exponent_spread(term))
+            total += accumulator
+        out_rows.copy_(total)
 
 
 def _sort_key(values: torch.Tensor) -> torch.Tensor:
