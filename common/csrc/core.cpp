@@ -4,6 +4,10 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+#include <utility>
+#include <vector>
+
 #include "hpc/build_info.hpp"
 #include "hpc/schedule_bind.hpp"
 
@@ -29,6 +33,31 @@ void bind_decode(nb::module_& module) {
       },
       nb::arg("num_kv_heads"), nb::arg("q_len"), nb::arg("window"), nb::arg("max_seq_len"), nb::arg("num_ctas"),
       nb::arg("batch_invariant"), nb::arg("max_batch"));
+  // Every piece of a map as the kernels read it: (cta, request, kv_head, tile_begin, tile_end, slot, whole).
+  module.def(
+      "map_pieces",
+      [](nb::bytes map) {
+        hpc::DecodeHeader header;
+        hpc::check(map.size() >= sizeof(header), "map_pieces", "map", "a map", map.size());
+        std::memcpy(&header, map.data(), sizeof(header));
+        hpc::check(static_cast<int64_t>(map.size()) == hpc::decode_map_bytes(header.max_batch, header.num_ctas),
+                   "map_pieces", "map", "a map", map.size());
+        const auto* bytes = reinterpret_cast<const unsigned char*>(map.data());
+        std::vector<hpc::DecodeRequest> requests(header.max_batch + 1);
+        std::vector<hpc::DecodeCta> ctas(header.num_ctas);
+        std::memcpy(requests.data(), bytes + hpc::requests_offset(), requests.size() * sizeof(requests[0]));
+        std::memcpy(ctas.data(), bytes + hpc::ctas_offset(header.max_batch), ctas.size() * sizeof(ctas[0]));
+        nb::list pieces;
+        for (int32_t c = 0; c < header.num_ctas; ++c) {
+          hpc::DecodeCursor cursor = hpc::decode_cursor(c, ctas[c]);
+          hpc::DecodePiece p;
+          while (hpc::next_piece(cursor, header, requests.data(), &p)) {
+            pieces.append(nb::make_tuple(c, p.request, p.kv_head, p.tile_begin, p.tile_end, p.slot, p.whole));
+          }
+        }
+        return pieces;
+      },
+      nb::arg("map"));
   module.def(
       "static_schedule",
       [](hpc::HostLengths seq_lens, int32_t num_kv_heads, int32_t q_len, int32_t window, int32_t max_seq_len,

@@ -5,10 +5,14 @@ An operator plans with the planner compiled into its own extension; what is here
 
 from ._decode_check import check_schedule
 from ._decode_schedule import (
+    CTA,
+    HEADER,
     MAX_BATCH,
     MAX_CTAS,
     MAX_SEQ_LEN,
     PIECE,
+    REQUEST,
+    SPLIT,
     TILE_TOKENS,
     DecodeSchedule,
     StaticSchedule,
@@ -18,10 +22,14 @@ from ._decode_schedule import (
 )
 
 __all__ = [
+    "CTA",
+    "HEADER",
     "MAX_BATCH",
     "MAX_CTAS",
     "MAX_SEQ_LEN",
     "PIECE",
+    "REQUEST",
+    "SPLIT",
     "TILE_TOKENS",
     "DecodeSchedule",
     "StaticSchedule",

@@ -1,0 +1,195 @@
+"""The decode scheduler: every invariant over random batches, and a planner written again the slow way."""
+
+import numpy as np
+import pytest
+from hpc_common import _core
+from hpc_common.lengths import parse_lengths
+from hpc_common.reference.schedule import slow_plan
+from hpc_common.schedule import DecodeSchedule, check_schedule, plan_decode, static_split
+from hpc_common.strategies import lengths, shapes
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+# Batch-invariant plans have up to 256 pieces a (request, head): bounded so that an example lists under 10^5 of them.
+INVARIANT = dict(batch=lengths(max_batch=64), shape=shapes(max_heads=4, batch_invariant=True))
+# Small enough to list every tile.
+SMALL = dict(batch=lengths(max_batch=20, max_len=2000), shape=shapes(max_heads=3, max_ctas=40))
+
+
+@given(lengths(), shapes(batch_invariant=False), st.integers(0, 3))
+def test_invariants(batch, shape, spare):
+    rows = min(max(len(batch), 1) + spare, 4096)
+    schedule = plan_decode(batch, max_batch=rows, **shape)
+    assert check_schedule(schedule.raw, batch, max_batch=rows, **shape) == []
+
+
+@given(**INVARIANT)
+def test_invariants_batch_invariant(batch, shape):
+    schedule = plan_decode(batch, **shape)
+    assert check_schedule(schedule.raw, batch, **shape) == []
+
+
+@given(**SMALL)
+def test_equals_slow_planner(batch, shape):
+    runs, pieces = slow_plan(batch, **shape)
+    schedule = plan_decode(batch, **shape)
+    assert {cta: int(load) for cta, load in enumerate(schedule.loads) if load} == {c: len(r) for c, r in runs.items()}
+    first = schedule.requests["first_tile"][schedule.pieces["request"]]
+    have = schedule.pieces
+    listed = zip(
+        have["cta"], have["request"], have["kv_head"], first + have["tile_begin"], first + have["tile_end"], strict=True
+    )
+    assert [tuple(map(int, piece)) for piece in listed] == pieces
+    rows = [(int(s["request"]), int(s["kv_head"]), int(s["first_cta"]), int(s["pieces"])) for s in schedule.splits]
+    cut = {}
+    for cta, request, head, *_ in pieces:
+        cut.setdefault((request, head), []).append(cta)
+    assert rows == [
+        (*pair, ctas[0], len(ctas)) for pair, ctas in cut.items() if len(ctas) > 1 and not shape["batch_invariant"]
+    ]
+
+
+@given(**SMALL)
+def test_cursor_lists_the_same_pieces(batch, shape):
+    schedule = plan_decode(batch, **shape)
+    assert _core.map_pieces(schedule.raw) == schedule.pieces.tolist()
+
+
+@given(lengths(max_batch=300, max_len=1 << 17), shapes(max_heads=4, batch_invariant=False), st.data())
+def test_makespan_against_bounds_and_static_splits(batch, shape, data):
+    schedule = plan_decode(batch, **shape)
+    total = schedule.total_tiles
+    assert schedule.makespan == min(schedule.budget, total)
+    assert schedule.lower_bound == -(-total // shape["num_ctas"])
+    if schedule.lower_bound < schedule.floor:
+        return
+    assert schedule.makespan == schedule.lower_bound
+    static = {k: v for k, v in shape.items() if k not in ("batch_invariant", "min_tiles")}
+    for choice in (dict(splits=data.draw(st.integers(1, 64))), dict(piece_tiles=data.draw(st.integers(1, 512)))):
+        other = static_split(batch, **static, **choice)
+        assert int(other.loads.sum()) == total and other.makespan == other.loads.max(initial=0)
+        assert schedule.makespan <= other.makespan
+
+
+@given(lengths(max_batch=100, max_len=1 << 17), shapes(max_heads=4, batch_invariant=False), st.randoms())
+def test_permuting_requests_keeps_loads_and_coverage(batch, shape, random):
+    order = list(range(len(batch)))
+    random.shuffle(order)
+    one, other = plan_decode(batch, **shape), plan_decode([batch[i] for i in order], **shape)
+    assert np.array_equal(one.loads, other.loads)
+    assert check_schedule(other.raw, [batch[i] for i in order], **shape) == []
+    assert np.array_equal(one.requests["num_tiles"][order], other.requests["num_tiles"][:-1])
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 16), st.integers(1, 16))
+def test_equal_requests_stay_whole(tiles, per_cta, ctas, heads):
+    """Requests whose tiles divide the budget are never cut: no partial result, nothing to combine."""
+    assume(ctas * per_cta % heads == 0)
+    batch = [tiles * 64] * (ctas * per_cta // heads)
+    schedule = plan_decode(batch, heads, ctas, min_tiles=1)
+    assume(schedule.budget % tiles == 0)
+    assert schedule.pieces["whole"].all() and schedule.num_splits == 0
+
+
+@given(st.integers(0, 1 << 20), lengths(max_batch=20), lengths(max_batch=20), shapes(max_heads=2, batch_invariant=True))
+def test_batch_invariant_pieces_depend_on_the_own_length_alone(length, before, after, shape):
+    alone, beside = plan_decode([length], **shape), plan_decode([*before, length, *after], **shape)
+    cuts = ("kv_head", "tile_begin", "tile_end", "whole")
+    mine = beside.pieces[beside.pieces["request"] == len(before)]
+    assert all(np.array_equal(alone.pieces[name], mine[name]) for name in cuts)
+
+
+@given(lengths(max_batch=64), shapes(max_heads=4), st.integers(0, 5))
+def test_slots_stay_within_the_workspace(batch, shape, spare):
+    """The workspace query counts slots from limits alone; no step of those limits uses more."""
+    rows = max(len(batch), 1) + spare
+    schedule = plan_decode(batch, max_batch=rows, **shape)
+    keys = ("num_kv_heads", "q_len", "max_seq_len", "num_ctas", "batch_invariant")
+    slots = _core.partial_slots(
+        max_batch=rows, window=min(shape["window"] or 0, shape["max_seq_len"]), **{key: shape[key] for key in keys}
+    )
+    partial = schedule.pieces[~schedule.pieces["whole"]]
+    assert partial["slot"].max(initial=-1) < slots
+    if not shape["batch_invariant"]:
+        assert slots == 2 * shape["num_ctas"]
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_largest_batch_in_64_bits(heads):
+    schedule = plan_decode([1 << 20] * 4096, heads, 1024)
+    assert schedule.total_tiles == 4096 * 16384 * heads
+    assert check_schedule(schedule.raw, [1 << 20] * 4096, heads, 1024) == []
+    assert check_schedule(plan_decode([1 << 20] * 4096, 16, 1).raw, [1 << 20] * 4096, 16, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "ctas", "budget", "used", "cut", "partial"),
+    [
+        ("64x0.5K", 132, 4, 128, 64, 128),
+        ("64x4K", 132, 32, 128, 64, 128),
+        ("32x0.125K+32x4K", 132, 16, 132, 32, 128),
+        ("2x32K+30x4K", 132, 23, 128, 32, 158),
+        ("1x64K+15x4K", 132, 16, 124, 16, 124),
+        ("1x128K+31x4K", 132, 31, 131, 32, 161),
+        ("1x4K", 132, 2, 32, 1, 32),
+        ("1x32K", 132, 4, 128, 1, 128),
+        ("8x8K", 132, 8, 128, 8, 128),
+        ("256x1K", 264, 16, 256, 0, 0),
+    ],
+)
+def test_known_schedules(case, ctas, budget, used, cut, partial):
+    schedule = plan_decode(parse_lengths(case), 1, ctas)
+    have = (schedule.budget, schedule.used_ctas, schedule.num_splits, int((~schedule.pieces["whole"]).sum()))
+    assert have == (budget, used, cut, partial)
+
+
+def test_lengths_outside_are_clamped():
+    schedule = plan_decode([-1, -(1 << 40), 1 << 40, 1000], max_seq_len=640)
+    assert schedule.requests["seq_len"].tolist() == [0, 0, 640, 640, 0]
+
+
+def test_static_splits_by_hand():
+    fixed = static_split([640, 64], 1, 2, splits=2)  # pieces of 5, 5 and 1 tiles; the second request has one to give
+    assert (fixed.loads.tolist(), fixed.makespan, fixed.pieces, fixed.empty_pieces) == ([6, 5], 6, 3, 1)
+    sized = static_split([640, 64], 1, 2, piece_tiles=4)  # 4, 4, 2 and 1 tiles in a grid of 2 x 3
+    assert (sized.loads.tolist(), sized.makespan, sized.pieces, sized.empty_pieces) == ([6, 5], 6, 4, 2)
+    empty = static_split([], 1, 3, splits=4)
+    assert (empty.loads.tolist(), empty.makespan, empty.pieces, empty.empty_pieces) == ([0, 0, 0], 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(num_kv_heads=0), dict(num_kv_heads=129), dict(num_ctas=0), dict(num_ctas=1025), dict(q_len=0),
+        dict(q_len=9), dict(window=-1), dict(max_seq_len=0), dict(max_seq_len=(1 << 20) + 1), dict(max_batch=1),
+        dict(max_batch=4097), dict(min_tiles=0),
+    ],
+)  # fmt: skip
+def test_shapes_out_of_range_are_refused(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match="plan_host: (batch|" + name + "): expected"):
+        plan_decode([64, 64], **wrong)
+    with pytest.raises(ValueError, match="splits, piece_tiles: expected one of them positive"):
+        static_split([64], splits=1, piece_tiles=1)
+
+
+def test_more_requests_than_a_map_holds():
+    with pytest.raises(ValueError, match=r"max_batch: expected an int in \[1, 4096\], got 4097"):
+        plan_decode([1] * 4097)
+
+
+# ---- Reading a map ----
+
+
+def test_describe_names_batch_loads_and_pieces():
+    text = plan_decode([1000, 0, 5000], 2, 8).describe(limit=2)
+    assert "3 requests (1 empty) x 2 KV heads" in text and "190 tiles" in text
+    assert "8 of 8 CTAs, budget 24" in text and "largest load 24" in text
+    assert "r0 h0 [0, 16), r0 h1 [0, 8) -> 1" in text and "... 6 CTAs more" in text
+
+
+def test_from_map_refuses_other_bytes():
+    raw = plan_decode([1000]).raw
+    for wrong in (b"", raw[:-1], raw + b"\0", bytes(len(raw))):
+        with pytest.raises(ValueError, match="from_map: raw: expected"):
+            DecodeSchedule.from_map(wrong)
