@@ -66,6 +66,8 @@ def _block_product(
 
 def scores(x: torch.Tensor, weight: torch.Tensor, terms: int, out: torch.Tensor) -> None:
     """Write x [M, K] bf16 times weight [N, K] (fp32 or bf16) transposed to out [M, N] fp32."""
+    if not x.shape[0]:
+        return
     for x_rows, out_rows in zip(x.split(_ROW_CHUNK), out.split(_ROW_CHUNK), strict=True):
         total = torch.zeros(out_rows.shape, dtype=torch.float64)
         for x_block, weight_block in zip(x_rows.split(K_BLOCK, 1), weight.split(K_BLOCK, 1), strict=True):
@@ -106,6 +108,8 @@ def choose(
     Probabilities are computed in float64 and rounded once, so equal scores have equal probabilities.
     """
     tokens, experts = scores.shape
+    if not tokens:
+        return
     raw = scores.double()
     probabilities = raw.softmax(-1) if scoring == "softmax" else raw.sigmoid()
     value = (probabilities if bias is None else probabilities + bias).float()
