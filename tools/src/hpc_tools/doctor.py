@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from hpc_common.capability import Capability, Support, capability
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from . import operators
+from . import operators, tables
 
 SWITCHES = ("HPC_PDL", "HPC_DEBUG", "HPC_SGLANG_ROUTER")
 
@@ -52,7 +53,7 @@ def place(package: str, row: Support, gpus: list[Capability]) -> Placement:
     """Where ``row`` would run on a machine with these GPUs."""
     usable = [gpu for gpu in gpus if gpu.usable]
     if not row.cuda:
-        why_not = row.note or "no GPU kernel yet"
+        why_not = row.note or "no GPU kernel yet; CPU tensors run"
     elif not gpus:
         why_not = "no GPU on this machine"
     elif not usable:
@@ -134,13 +135,15 @@ def _machine_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _package_table(report: dict[str, Any]) -> Table:
-    table = Table("package", "version", "built from", "compiler", "CUDA", title="Installed", title_justify="left")
+    table = tables.plain("Installed")
+    for name in ("package", "version", "built from", "compiler", "CUDA"):
+        table.add_column(name)
     for package in report["packages"]:
         build, error = package["build"], package["error"] or package["build"].get("error", "")
         if package["version"] is None:
-            table.add_row(package["package"], "[dim]not installed[/dim]", "", "", "")
+            table.add_row(package["package"], "[yellow]none[/yellow]")
         elif error:
-            table.add_row(package["package"], package["version"], f"[red]{error}[/red]", "", "")
+            table.add_row(package["package"], package["version"], f"[red]{escape(error)}[/red]")
         else:
             cells = [str(build.get(key, "")) for key in ("git", "compiler", "cuda")]
             table.add_row(package["package"], package["version"], *cells)
@@ -148,15 +151,17 @@ def _package_table(report: dict[str, Any]) -> Table:
 
 
 def _run_table(report: dict[str, Any]) -> Table:
-    table = Table("operator", "what of it", "CPU", "GPU", "why not", title="What runs here", title_justify="left")
-    previous = ""
+    """What runs here; what of an operator has the same answer is one row."""
+    groups: dict[tuple[str, str, bool, bool, str], list[str]] = {}
     for run in report["runs"]:
-        if previous and run["operator"] != previous:
-            table.add_section()
-        name = "" if run["operator"] == previous else f"{run['package']}\n{run['operator']}"
-        marks = ["[green]yes[/green]" if run[place] else "[yellow]no[/yellow]" for place in ("cpu", "gpu")]
-        table.add_row(name, run["feature"], *marks, run["why_not"])
-        previous = run["operator"]
+        key = (run["package"], run["operator"], run["cpu"], run["gpu"], run["why_not"])
+        groups.setdefault(key, []).append(run["feature"])
+    table = tables.plain("What runs here")
+    for name in ("operator", "CPU", "GPU", "what of it", "why not"):
+        table.add_column(name)
+    for (_, operator, cpu, gpu, why_not), features in groups.items():
+        marks = ["[green]yes[/green]" if runs else "[yellow]no[/yellow]" for runs in (cpu, gpu)]
+        table.add_row(operator, *marks, escape("; ".join(features)), escape(why_not), end_section=True)
     return table
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 
 from hpc_common.capability import Support
 
+from .errors import InputError
 from .operators import Installed, support_rows
-from .requests import InputError
 
 BEGIN = "<!-- status: begin; written by `hpc docs` from the capability tables -->"
 END = "<!-- status: end -->"

@@ -89,7 +89,8 @@ def find(module: str) -> Installed:
 
 def support_rows(entry: Installed) -> Iterable[Support]:
     """The capability table of a usable package."""
-    return entry.load("support").SUPPORT
+    support = entry.load("support")
+    return support.TABLE if hasattr(support, "TABLE") else support.SUPPORT
 
 
 def builds() -> dict[str, Any]:

@@ -16,15 +16,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .errors import InputError
+
 MAX_REQUESTS = 4096
 MAX_LENGTH = 1_048_576
 LEVELS = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 0.999, 1.0)
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 SOURCE = 'Azure Public Dataset, "Azure LLM inference trace 2023", CC-BY; Patel et al., Splitwise, ISCA 2024'
-
-
-class InputError(ValueError):
-    """What the user gave cannot be used; the message is one line for the terminal."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""The command ``hpc``.
+
+Exit status: 0 where everything is right, 1 where a result is out of tolerance (demo), an installed package is broken
+(doctor) or the table is out of date (docs --check), 2 for input that cannot be used, with one line that says why.
+"""
+
+import json
+import pathlib
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+# Commands import what they need when they run: torch takes seconds, and `hpc --help` should not.
+
+app = typer.Typer(
+    help="Operators for serving MoE models on Hopper GPUs: demo, doctor and documents.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command()
+def demo(
+    service: Annotated[
+        str | None, typer.Option(help="Whose request lengths: code or conversation (the default).")
+    ] = None,
+    trace: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="CSV file of requests: TIMESTAMP, ContextTokens, GeneratedTokens.", metavar="FILE"),
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Cached tokens of each request, e.g. 1x128K+31x4K.", metavar="LENGTHS")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests in the batch; 32 unless --lengths is given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the drawn lengths and of all values.")] = 0,
+    plot: Annotated[
+        pathlib.Path | None, typer.Option(help="Write a picture of the load per CTA, PNG.", metavar="PATH")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """One MoE layer's decode step on real request lengths, every operator checked against float64."""
+    from . import demo as main_job
+    from . import picture, report
+    from .progress import BarProgress, Progress
+
+    batch = main_job.choose_batch(service, trace, lengths, requests, seed)
+    if plot is not None:
+        picture.check_path(plot)
+    with Progress() if as_json else BarProgress() as progress:
+        result = main_job.run(batch, seed, progress)
+    if plot is not None:
+        picture.draw(plot, result.comparison, f"{batch.describe()}; {batch.source}")
+    if as_json:
+        typer.echo(json.dumps(report.as_json(result), indent=1))
+    else:
+        report.show(result, Console())
+        if plot is not None:
+            typer.echo(f"Picture: {plot}")
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False) -> None:
+    """What is installed here, in which version and build, and what would run where and why not."""
+    from . import doctor as examination
+
+    result = examination.examine()
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        examination.show(result, Console())
+    if not examination.healthy(result):
+        raise typer.Exit(1)
+
+
+@app.command()
+def docs(
+    readme: Annotated[pathlib.Path, typer.Argument(help="The document with the table.")] = pathlib.Path("README.md"),
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit 1 where the table is out of date.")
+    ] = False,
+) -> None:
+    """Write the README's status table from the capability tables of the installed operators."""
+    from . import documents, operators
+
+    differed = documents.update(readme, operators.installed(), check)
+    state = ("is out of date; run hpc docs" if check else "updated") if differed else "is up to date"
+    typer.echo(f"{readme}: the status table {state}")
+    if differed and check:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point: bad input is one line on standard error and exit status 2."""
+    from .errors import InputError
+
+    try:
+        app()
+    except InputError as error:
+        typer.echo(f"hpc: {error}", err=True)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
