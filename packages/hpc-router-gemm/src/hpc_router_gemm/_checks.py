@@ -97,7 +97,7 @@ def check_route(
     check_flag(where, "renormalize", renormalize)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         fail(where, "scale", "a float", type(scale).__name__, TypeError)
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # a comparison, so that it traces with a symbolic scale
         fail(where, "scale", "a finite float", scale)
 
 
