@@ -52,8 +52,8 @@ def _operator_table(outcomes: list[Outcome]) -> Table:
 
 def _schedule_table(comparison: Comparison) -> Table:
     table = tables.plain(
-        f"Schedule: {comparison.total_tiles:,} tiles of {TILE_TOKENS} tokens on {comparison.num_ctas} CTAs; "
-        f"the largest load is at least {comparison.lower_bound}"
+        f"Schedule: {comparison.total_tiles:,} tiles of {TILE_TOKENS} tokens on {comparison.num_ctas} CTAs, "
+        f"at least {comparison.lower_bound:,} for one"
     )
     table.add_column("", no_wrap=True)
     for name in ("CTAs", "pieces", "empty", "largest", "mean", "/ least"):
