@@ -162,10 +162,8 @@ def check_lengths(where: str, lengths: list[int], page_size: int, max_pages: int
     """seq_lens from 0 to what a row of the page table holds."""
     for request, length in enumerate(lengths):
         if not 0 <= length <= page_size * max_pages:
-            capacity = f"{page_size * max_pages} ({max_pages} pages of {page_size})"
-            fail(
-                where, "seq_lens", f"lengths in [0, page_table's capacity {capacity}]", f"{length} (request {request})"
-            )
+            held = f"[0, {page_size * max_pages}] ({max_pages} pages of {page_size} in page_table)"
+            fail(where, "seq_lens", f"lengths in {held}", f"{length} (request {request})")
 
 
 def check_page_ids(
