@@ -53,7 +53,7 @@ class MoeWorkspace:
     """Memory for calls of at most ``max_tokens`` tokens; one serves any number of layers, one stream at a time.
 
     Takes the arguments of ``workspace_bytes`` and a device. What the memory holds between calls doesn't matter.
-    A larger call, or one on another device, raises ValueError.
+    A call that needs more, or is on another device, raises ValueError.
 
     Attributes:
         buffer: uint8 [nbytes] on ``device``.

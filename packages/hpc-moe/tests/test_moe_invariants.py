@@ -1,0 +1,183 @@
+"""What holds of fused_moe for any input: determinism, batch invariance, permutations, workspaces, Config sizes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import hpc_moe
+import pytest
+import torch
+from hpc_common import grouped
+from hpc_common.poison import Canary
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+CaseMaker = Callable[..., Any]
+FEW = settings(max_examples=max(settings.default.max_examples // 3, 2))
+
+
+@pytest.mark.parametrize("tokens", [20, 200])
+def test_repeated_calls_are_bit_identical(kind: tuple[str, str], tokens: int, moe_case: CaseMaker) -> None:
+    case = moe_case(kind, tokens=tokens)
+    first = case.run()
+    assert all(case.run().equal(first) for _ in range(20))
+
+
+@FEW
+@given(tokens=st.integers(1, 150), seed=st.integers(0, 1000), data=st.data())
+def test_batch_invariance(kind: tuple[str, str], moe_case: CaseMaker, tokens: int, seed: int, data: Any) -> None:
+    """A token's row has the same bits alone, in any subset and in any order."""
+    case = moe_case(kind, tokens=tokens, hidden=256, inter=192, seed=seed)
+    whole = case.run(batch_invariant=True)
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed)).to(case.x.device)
+    some = order[: data.draw(st.integers(1, tokens))]
+    assert case.tokens(some).run(batch_invariant=True).equal(whole[some])
+    one = data.draw(st.integers(0, tokens - 1))
+    assert case.tokens(slice(one, one + 1)).run(batch_invariant=True).equal(whole[one : one + 1])
+
+
+@pytest.mark.parametrize("others", [1, 63, 511])
+def test_batch_invariance_against_a_crowd(kind: tuple[str, str], others: int, moe_case: CaseMaker) -> None:
+    """All other tokens crowd onto the first token's experts."""
+    ids = torch.tensor([[1, 6, 3, 0]]).repeat(others + 1, 1)
+    case = moe_case(kind, tokens=others + 1, hidden=128, inter=128, ids=ids, dead=0.0)
+    alone = case.tokens(slice(0, 1)).run(batch_invariant=True)
+    assert case.run(batch_invariant=True)[:1].equal(alone)
+
+
+@FEW
+@given(tokens=st.integers(2, 150), seed=st.integers(0, 1000))
+def test_permuting_tokens_permutes_rows(kind: tuple[str, str], moe_case: CaseMaker, tokens: int, seed: int) -> None:
+    case = moe_case(kind, tokens=tokens, hidden=128, inter=128, seed=seed)
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed)).to(case.x.device)
+    want = case.run()
+    result = case.tokens(order).run()
+    # Counts and tiles are as they were, so nothing but the order of an expert's rows can differ.
+    case.tokens(order).check(result)
+    assert (result.float() - want[order].float()).abs().max() <= 2**-7 * want.float().abs().max()
+
+
+@FEW
+@given(seed=st.integers(0, 1000))
+def test_permuting_experts_changes_nothing(kind: tuple[str, str], moe_case: CaseMaker, seed: int) -> None:
+    case = moe_case(kind, hidden=256, inter=192, seed=seed)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(seed)).to(case.x.device)
+    inverse = order.argsort()
+    ids = torch.where(case.topk_ids < 0, -1, inverse[case.topk_ids.long()])
+    quant = case.quant
+    moved = case.but(
+        w13=case.w13.view(torch.uint8)[order].view(case.w13.dtype),
+        w2=case.w2.view(torch.uint8)[order].view(case.w2.dtype),
+        topk_ids=ids,
+    )
+    if quant is not None:
+        moved = moved.scales(w13_scale=quant.w13_scale[order], w2_scale=quant.w2_scale[order])
+    assert moved.run().equal(case.run())
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 200])
+@pytest.mark.parametrize("value", [0x00, 0xFF, 0x7F, "random"])
+def test_a_dirty_workspace_gives_the_result_of_a_fresh_one(
+    kind: tuple[str, str], tokens: int, value: int | str, moe_case: CaseMaker, dirty: Callable[..., torch.Tensor]
+) -> None:
+    """0xFF is NaN in bf16, fp32 and e4m3 and -1 as an index: padded rows and stale counts would show."""
+    case = moe_case(kind, tokens=tokens, top_k=2, inter=192)
+    want = case.run()
+    quant = hpc_moe.quant.quant_name(case.quant)
+    workspace = hpc_moe.MoeWorkspace(tokens, 2, 8, 384, 192, quant, device=case.x.device)
+    if value == "random":
+        dirty(workspace.buffer)
+    else:
+        workspace.buffer.fill_(value)
+    assert case.run(workspace=workspace).equal(want)
+    assert case.run(workspace=workspace).equal(want)  # and what a call leaves behind is dirt like any other
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 200])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_nothing_is_written_outside_workspace_and_out(
+    kind: tuple[str, str], tokens: int, batch_invariant: bool, moe_case: CaseMaker
+) -> None:
+    case = moe_case(kind, tokens=tokens, inter=192)
+    quant, dtype, device = hpc_moe.quant.quant_name(case.quant), case.x.dtype, case.x.device
+    nbytes = hpc_moe.workspace_bytes(tokens, 4, 8, 384, 192, quant, None, dtype, batch_invariant)
+    with Canary((nbytes,), torch.uint8, device) as workspace, Canary(case.x.shape, torch.bfloat16, device) as out:
+        case.run(workspace=workspace, out=out, batch_invariant=batch_invariant)
+        assert out.equal(case.run(batch_invariant=batch_invariant))
+
+
+def test_one_workspace_serves_layers_of_different_kinds(moe_case: CaseMaker) -> None:
+    workspace = torch.empty(1 << 23, dtype=torch.uint8)
+    for kind in ("block-bf16", "tensor-e4m3", "bf16", "block-e4m3"):
+        for tokens in (150, 3):
+            case = moe_case(kind, tokens=tokens)
+            assert case.run(workspace=workspace).equal(case.run())
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, Any]:
+    """Sizes of a call, as make_config takes them."""
+    local = draw(st.integers(1, 512))
+    return {
+        "num_tokens": draw(st.one_of(st.integers(0, 300), st.integers(0, 262144))),
+        "top_k": draw(st.integers(1, 32)),
+        "num_local_experts": local,
+        "num_experts": local * draw(st.sampled_from([1, 2, 8, 64])),
+        "hidden": 128 * draw(st.integers(1, 64)),
+        "intermediate": 64 * draw(st.integers(1, 64)),
+        "quant": draw(st.sampled_from(["none", "block", "tensor"])),
+        "x_is_bf16": draw(st.booleans()),
+        "batch_invariant": draw(st.booleans()),
+    }
+
+
+@given(problems(), st.integers(0, 262144))
+def test_the_workspace_query_covers_every_smaller_call(problem: dict[str, Any], tokens: int) -> None:
+    largest = hpc_moe._C.max_workspace_bytes(**problem)
+    low = min(1024, 8 * problem["num_experts"]) // problem["top_k"]
+    for smaller in (tokens, problem["num_tokens"], low, low + 1, 32768, 32769, 1):
+        smaller = min(smaller, problem["num_tokens"])
+        assert hpc_moe._C.make_config(**{**problem, "num_tokens": smaller}).layout.bytes <= largest
+
+
+@given(problems(), st.integers(0, 264))
+def test_config_sizes_hold_together(problem: dict[str, Any], num_sms: int) -> None:
+    config = hpc_moe._C.make_config(**problem, num_sms=num_sms)
+    tokens, experts = problem["num_tokens"], problem["num_local_experts"]
+    assert config.chunk_tokens <= 32768 and config.num_chunks * config.chunk_tokens >= tokens
+    assert tokens == 0 or (config.num_chunks - 1) * config.chunk_tokens < tokens  # no chunk is empty
+    assert config.chunk_rows == config.chunk_tokens * problem["top_k"]
+    assert config.max_tiles == grouped.max_tiles(config.chunk_rows, experts, grouped.TileRule(*config.rule))
+    assert config.up_grid <= num_sms and config.down_grid <= num_sms
+    names = ["counters", "offsets", "slot_to_row", "row_to_slot", "tasks", "x_q", "x_scale", "h", "h_scale", "y"]
+    offsets = [getattr(config.layout, name) for name in names]
+    assert offsets == sorted(offsets) and all(offset % 256 == 0 for offset in offsets)
+    if tokens:
+        ends = [*offsets[1:], config.layout.bytes]
+        sizes = {name: end - begin for name, begin, end in zip(names, offsets, ends, strict=True)}
+        rows, hidden, inter = config.chunk_rows, problem["hidden"], problem["intermediate"]
+        block = problem["quant"] == "block"
+        assert sizes["counters"] >= 256 and sizes["offsets"] >= 4 * (experts + 1)
+        assert min(sizes["slot_to_row"], sizes["row_to_slot"]) >= 4 * rows
+        assert sizes["tasks"] >= 16 * config.max_tiles
+        assert sizes["h"] >= rows * inter * (2 if config.h_is_bf16 else 1)
+        assert sizes["h_scale"] >= (4 * rows * inter // config.act_group if block and not config.h_is_bf16 else 0)
+        assert sizes["x_q"] >= (config.chunk_tokens * hidden if config.x_in_workspace else 0)
+        assert sizes["x_scale"] >= (config.chunk_tokens * hidden // 32 if config.x_in_workspace and block else 0)
+        assert sizes["y"] >= 2 * rows * hidden
+
+
+@given(problems(), st.sampled_from([2, 4, 8]))
+def test_every_rank_takes_the_regime_of_a_single_rank(problem: dict[str, Any], ranks: int) -> None:
+    """So that a row's bits cannot depend on the split."""
+    problem["num_local_experts"] = min(problem["num_local_experts"], 64)
+    problem["num_experts"] = problem["num_local_experts"] * ranks
+    one = {**problem, "num_local_experts": problem["num_experts"]}
+    part, whole = hpc_moe._C.make_config(**problem), hpc_moe._C.make_config(**one)
+    fields = ("regime", "rule", "act_group", "h_is_bf16", "x_in_workspace", "chunk_tokens")
+    assert [getattr(part, name) for name in fields] == [getattr(whole, name) for name in fields]
+
+
+@given(problems())
+def test_batch_invariant_calls_take_one_regime(problem: dict[str, Any]) -> None:
+    config = hpc_moe._C.make_config(**{**problem, "batch_invariant": True})
+    assert config.regime == "mid" and grouped.TileRule(*config.rule) == grouped.TileRule()
