@@ -58,7 +58,7 @@ def choose_batch(
         try:
             parsed = parse_lengths(lengths)
         except ValueError as error:
-            reason = str(error).split("lengths: ", 1)[-1]
+            reason = str(error).split(": ", 2)[-1]  # without function and argument
             negative = " (no length is negative)" if "-" in lengths else ""
             raise InputError(f"--lengths: {reason}{negative}") from None
         if not 1 <= len(parsed) <= requests.MAX_REQUESTS:

@@ -89,7 +89,7 @@ def show(report: Report, console: Console) -> None:
         names = ", ".join(outcome.operator for outcome in report.outcomes if outcome.note == note)
         line(f"  {names}: {note}")
     if any(outcome.milliseconds is not None for outcome in report.outcomes):
-        line("  ms: one first call on the CPU, whose implementation is made to be right, not fast.")
+        line("  ms: one first call on the CPU, whose code is made to be right, not fast.")
     if any(outcome.microseconds is not None for outcome in report.outcomes):
         line("  us: a cold call by graph replay, beside the least time that reading or arithmetic takes.")
     console.print()
