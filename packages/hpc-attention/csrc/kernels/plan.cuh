@@ -58,7 +58,7 @@ __device__ __forceinline__ WarpSums sum_warps(const int32_t* per_warp, int warp,
 
 template <bool kBatchInvariant, int kItems>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
-  __shared__ alignas(16) int32_t tile_begin[kItems * kPlanThreads + 1];
+  __shared__ int32_t tile_begin[kItems * kPlanThreads + 1];
   __shared__ int32_t warp_tiles[32], warp_pieces[32], warp_empty[32], warp_splits[32], warp_used[32];
   DecodeShape shape = params.shape;
   shape.batch_invariant = kBatchInvariant;  // known to the compiler from here on
