@@ -22,6 +22,7 @@ _FEW_ROWS, _MORE_ROWS = "up to 32 query rows a KV head", "33 to 128 query rows a
 _NONE_YET = "no GPU kernel yet; CPU tensors run"
 
 SUPPORT: tuple[Support, ...] = (
+    Support("DecodePlan.update", f"up to {MAX_BATCH:,} requests", cuda=True),
     Support("decode", _SIXTEEN, note=_NONE_YET),
     Support("decode", _FP8_CACHE, note=_NONE_YET),
     Support("decode", _FP8_BOTH, note=_NONE_YET),
