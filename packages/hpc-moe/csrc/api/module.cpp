@@ -7,6 +7,10 @@
 
 namespace nb = nanobind;
 
+namespace hpc::moe {
+void bind_moe(nb::module_& module);  // moe.cpp
+}
+
 namespace {
 
 using namespace hpc::moe;
@@ -30,6 +34,7 @@ void bind_config(nb::module_& module) {
   nb::class_<Layout>(module, "Layout", "Byte offsets into the workspace; csrc/config/config.hpp says what lies there.")
       .def_ro("counters", &Layout::counters)
       .def_ro("offsets", &Layout::offsets)
+      .def_ro("tile_offsets", &Layout::tile_offsets)
       .def_ro("slot_to_row", &Layout::slot_to_row)
       .def_ro("row_to_slot", &Layout::row_to_slot)
       .def_ro("tasks", &Layout::tasks)
@@ -86,4 +91,5 @@ NB_MODULE(_C, module) {
   hpc::bind_build_info(module);
   hpc::grouped::bind(module);
   bind_config(module);
+  hpc::moe::bind_moe(module);
 }

@@ -48,6 +48,7 @@ struct Problem {
 struct Layout {
   int64_t counters;     // int32 [64]: num_rows, num_tiles, then tickets; zeroed by the call's first kernel
   int64_t offsets;      // int32 [E + 1]
+  int64_t tile_offsets;  // int32 [E + 1], first tile of each expert
   int64_t slot_to_row;  // int32 [chunk_rows]
   int64_t row_to_slot;  // int32 [chunk_rows]
   int64_t tasks;        // TileTask [max_tiles]
@@ -115,6 +116,7 @@ inline Layout make_layout(const Problem& p, const Config& c) {
   Layout l{};
   l.counters = take(64 * sizeof(int32_t));
   l.offsets = take((p.num_local + 1) * static_cast<int64_t>(sizeof(int32_t)));
+  l.tile_offsets = take((p.num_local + 1) * static_cast<int64_t>(sizeof(int32_t)));
   l.slot_to_row = take(c.chunk_rows * static_cast<int64_t>(sizeof(int32_t)));
   l.row_to_slot = take(c.chunk_rows * static_cast<int64_t>(sizeof(int32_t)));
   l.tasks = take(c.max_tiles * static_cast<int64_t>(sizeof(grouped::TileTask)));
@@ -137,10 +139,13 @@ inline int64_t low_pairs(const Problem& p) {
 }
 
 // kLarge: more than 128 rows an expert on average, so that pairs of tiles are common.
+// kLow has no GPU kernels yet: on a GPU (num_sms > 0) its calls take kMid.
+constexpr bool kLowOnGpu = false;
+
 inline Regime choose_regime(const Problem& p, int64_t chunk_tokens) {
   const int64_t pairs = chunk_tokens * p.top_k;
   if (p.batch_invariant) return Regime::kMid;
-  if (pairs <= low_pairs(p)) return Regime::kLow;
+  if (pairs <= low_pairs(p) && (kLowOnGpu || p.num_sms == 0)) return Regime::kLow;
   return pairs > 128 * static_cast<int64_t>(p.num_experts) ? Regime::kLarge : Regime::kMid;
 }
 
@@ -179,8 +184,11 @@ inline int64_t max_workspace_bytes(const Problem& p) {
   int64_t bytes = make_config(p).layout.bytes;
   for (const int64_t tokens : {largest, low_pairs(p) / p.top_k}) {
     at.tokens = tokens < largest ? tokens : largest;
-    const int64_t need = make_config(at).layout.bytes;
-    bytes = need > bytes ? need : bytes;
+    for (const int32_t num_sms : {0, 1}) {  // a CPU's and a GPU's regimes may differ
+      at.num_sms = num_sms;
+      const int64_t need = make_config(at).layout.bytes;
+      bytes = need > bytes ? need : bytes;
+    }
   }
   return bytes;
 }

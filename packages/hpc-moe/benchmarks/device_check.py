@@ -1,0 +1,390 @@
+"""One run on a Hopper GPU that says whether the kernels of ``fused_moe`` are right, and then how fast.
+
+    python device_check.py OUT.json [--no-time] [--no-check] [--profile] [--match TEXT]
+
+Needs hpc_common and hpc_moe on the path, and torch. Each case compares with a float64 computation on the GPU that has
+the operator's quantisation points, repeats the call on dirty workspaces for equal bits, and checks the routing index. A
+case that does not end within 45 s ends the process with a traceback: a hang is a failure with a name. The capability
+table is bypassed: this is how a kernel earns its place in it.
+"""
+
+import argparse
+import dataclasses
+import faulthandler
+import json
+import pathlib
+import sys
+import time
+import traceback
+
+import hpc_moe
+import moe as bench
+import torch
+from hpc_common.capability import capability
+from hpc_common.reference import moe as reference
+from hpc_moe import _C, support
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU: a rehearsal of the script itself
+LIMIT, LIMIT_TOKEN = 0.006, 0.02  # relative RMS over the output, and in any token
+support.TABLE = tuple(dataclasses.replace(row, cuda=True) for row in support.TABLE)
+
+
+@dataclasses.dataclass
+class Case:
+    """One shape. ep: ranks (this is ``rank``). skip: share of ids set to -1. pick: how ids are drawn."""
+
+    quant: str
+    tokens: int
+    experts: int = 16
+    k: int = 4
+    hidden: int = 512
+    inter: int = 256
+    x: str = "e4m3"
+    ep: int = 1
+    rank: int = 0
+    skip: float = 0.0
+    pick: str = "uniform"  # "uniform", "one" (all on one expert), "few" (most experts empty), "dup" (repetitions)
+    limit: float | None = None
+    shared: bool = False
+    factor: float = 1.0
+    wide_ids: bool = False
+
+    def name(self) -> str:
+        """Short text with what differs from the defaults."""
+        parts = [self.quant, f"T{self.tokens}", f"E{self.experts}", f"k{self.k}", f"H{self.hidden}", f"I{self.inter}"]
+        for field in dataclasses.fields(self)[6:]:
+            if getattr(self, field.name) != field.default:
+                parts.append(f"{field.name}={getattr(self, field.name)}")
+        return " ".join(parts)
+
+
+def grid() -> list[Case]:
+    """Cases in the order of size: an early hang costs little."""
+    cases = []
+    for quant in ("tensor", "block", "none"):
+        x = "bf16" if quant == "none" else "e4m3"
+        cases += [Case(quant, 1, x=x), Case(quant, 5, x=x), Case(quant, 33, x=x, inter=192)]
+    for quant in ("tensor", "block"):
+        cases += [Case(quant, 7, x="bf16"), Case(quant, 130, x="bf16", inter=192, wide_ids=True)]
+        for inter in (64, 128, 192, 320, 768):
+            cases.append(Case(quant, 40, inter=inter, hidden=384))
+        for tokens in (15, 16, 17, 31, 32, 33, 64, 65, 96, 112, 113, 127, 128, 129, 255, 256, 257, 300, 513):
+            cases.append(Case(quant, tokens, experts=3, k=1, pick="one"))
+        cases.append(Case(quant, 200, pick="few"))
+        cases.append(Case(quant, 64, k=32, pick="dup"))
+        cases.append(Case(quant, 64, k=3, skip=0.4, shared=True, factor=2.5, limit=1.0))
+        for rank in (0, 1, 3):
+            cases.append(Case(quant, 96, experts=8, ep=4, rank=rank, skip=0.1))
+        cases.append(Case(quant, 50, experts=512, k=8))
+    cases.append(Case("none", 300, x="bf16", inter=320, skip=0.2, ep=2, rank=1, limit=1.0, shared=True))
+    for quant in ("tensor", "block"):
+        cases.append(Case(quant, 2048, experts=192, k=8, hidden=4096, inter=192))
+        cases.append(Case(quant, 512, experts=24, k=8, hidden=4096, inter=1536, x="bf16"))
+        cases.append(Case(quant, 1024, experts=128, k=8, hidden=2048, inter=768))
+        cases.append(Case(quant, 9000, experts=24, k=8, hidden=1024, inter=256))
+        cases.append(Case(quant, 40000, experts=16, k=2, hidden=256, inter=128))  # two chunks
+    return cases
+
+
+@dataclasses.dataclass
+class Inputs:
+    """Tensors of a case; scales are None where the quantisation has none."""
+
+    x: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+    x_scale: torch.Tensor | None = None
+    act_scale: torch.Tensor | None = None
+    shared: torch.Tensor | None = None
+
+
+def steps(shape: tuple[int, ...], base: float) -> torch.Tensor:
+    """Scales of which neighbours in every dimension differ by 4 or 16."""
+    index = sum(
+        torch.arange(n, device=DEVICE).view([-1 if d == i else 1 for d in range(len(shape))])
+        for i, n in enumerate(shape)
+    )
+    return (base * 4.0 ** (index % 3)).float().expand(shape).contiguous()
+
+
+def make(case: Case) -> Inputs:
+    """Random inputs, the same ones each run."""
+    torch.manual_seed(sum(map(ord, case.name())))
+    t, e, h, i, k = case.tokens, case.experts, case.hidden, case.inter, case.k
+    total = e * case.ep
+    if case.pick == "one":
+        ids = torch.full((t, k), total - 1, device=DEVICE)
+    elif case.pick == "few":
+        ids = torch.randint(0, 3, (t, k), device=DEVICE) * (total // 3)
+    elif case.pick == "dup":
+        ids = torch.randint(0, total, (t, k), device=DEVICE)
+    else:
+        ids = torch.rand(t, total, device=DEVICE).topk(min(k, total), dim=1).indices
+    ids = torch.where(torch.rand(t, k, device=DEVICE) < case.skip, -1, ids).to(
+        torch.int64 if case.wide_ids else torch.int32
+    )
+    weights = torch.rand(t, k, device=DEVICE)
+    local = (ids >= case.rank * e) & (ids < (case.rank + 1) * e)
+    weights = torch.where(local, weights, torch.nan)  # of slots that must not count
+    shared = torch.randn(t, h, device=DEVICE).bfloat16() if case.shared else None
+    if case.quant == "none":
+        w13 = torch.randn(e, 2 * i, h, device=DEVICE, dtype=torch.bfloat16) * (2 / h) ** 0.5
+        w2 = torch.randn(e, h, i, device=DEVICE, dtype=torch.bfloat16) * i**-0.5
+        return Inputs(torch.randn(t, h, device=DEVICE).bfloat16(), w13, w2, ids, weights, shared=shared)
+    w13, w2 = bench._random_e4m3((e, 2 * i, h), DEVICE), bench._random_e4m3((e, h, i), DEVICE)
+    made = Inputs(torch.empty(0), w13, w2, ids, weights, shared=shared)
+    block = 128 if i % 128 == 0 else 64
+    if case.quant == "block":
+        made.w13_scale = steps((e, 2 * i // block, h // 128), h**-0.5 / 512)
+        made.w2_scale = steps((e, h // 128, i // block), i**-0.5 / 512)
+    else:
+        made.w13_scale, made.w2_scale = steps((e,), h**-0.5 / 256), steps((e,), i**-0.5 / 256)
+        made.x_scale = torch.tensor([1 / 100], device=DEVICE)
+        made.act_scale = torch.tensor([1 / 16], device=DEVICE)
+    if case.x == "bf16":
+        made.x = torch.randn(t, h, device=DEVICE).bfloat16()
+    else:
+        made.x = (torch.randn(t, h, device=DEVICE) * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
+        if case.quant == "block":
+            made.x_scale = steps((t, h // 128), 1 / 256)
+    return made
+
+
+def expected(case: Case, c: Inputs) -> torch.Tensor:
+    """[T, H] float64 on the GPU; hpc_common.reference.moe.fused_moe without its copies to the CPU."""
+    wide = reference._input(c.x, case.quant, c.x_scale)
+    total = torch.zeros(c.x.shape, dtype=torch.float64, device=DEVICE)
+    scales13 = [None] * case.experts if c.w13_scale is None else c.w13_scale
+    scales2 = [None] * case.experts if c.w2_scale is None else c.w2_scale
+    for expert in range(case.experts):
+        tokens, slots = (c.ids == case.rank * case.experts + expert).nonzero(as_tuple=True)
+        if not len(tokens):
+            continue
+        gate_up = wide[tokens] @ reference.dequantise_weight(c.w13[expert], scales13[expert]).T
+        act = reference.activation(gate_up[:, : case.inter], gate_up[:, case.inter :], case.limit)
+        rows = reference._between(act, case.quant, c.act_scale)
+        rows = rows @ reference.dequantise_weight(c.w2[expert], scales2[expert]).T
+        total.index_add_(0, tokens, rows * c.weights[tokens, slots].double()[:, None])
+    total *= case.factor
+    return total if c.shared is None else total + c.shared.double()
+
+
+def call(case: Case, c: Inputs, workspace: torch.Tensor) -> torch.Tensor:
+    """The operator, into an output full of NaN and with a workspace full of 0xFF."""
+    quant = None
+    if case.quant == "block":
+        quant = hpc_moe.Fp8Block(c.w13_scale, c.w2_scale, c.x_scale)
+    elif case.quant == "tensor":
+        quant = hpc_moe.Fp8Tensor(c.w13_scale, c.w2_scale, c.x_scale, c.act_scale)
+    workspace.fill_(255)
+    out = torch.full(c.x.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    return hpc_moe.fused_moe(
+        c.x,
+        c.w13,
+        c.w2,
+        c.ids,
+        c.weights,
+        quant,
+        ep_rank=case.rank,
+        num_experts=case.experts * case.ep,
+        swiglu_limit=case.limit,
+        shared_output=c.shared,
+        routed_scaling_factor=case.factor,
+        workspace=workspace,
+        out=out,
+    )
+
+
+def synchronise() -> None:
+    """Wait for the GPU, where there is one."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def config_of(case: Case) -> "_C.Config":
+    """The Config the call uses."""
+    sms = capability(DEVICE).num_sms
+    return _C.make_config(
+        num_tokens=case.tokens,
+        top_k=case.k,
+        num_local_experts=case.experts,
+        num_experts=case.experts * case.ep,
+        hidden=case.hidden,
+        intermediate=case.inter,
+        quant=case.quant,
+        x_is_bf16=case.x == "bf16",
+        batch_invariant=False,
+        num_sms=sms,
+    )
+
+
+def check_index(case: Case, c: Inputs, config: "_C.Config", workspace: torch.Tensor) -> str:
+    """Compares offsets and both maps with a stable sort; "" where they agree (only calls of one chunk)."""
+    if config.num_chunks != 1:
+        return ""
+
+    def view(offset: int, count: int) -> torch.Tensor:
+        return workspace[offset : offset + 4 * count].view(torch.int32).long()
+
+    pairs, layout = c.ids.numel(), config.layout
+    local = c.ids.flatten().long() - case.rank * case.experts
+    local = torch.where((local >= 0) & (local < case.experts), local, case.experts)
+    order = torch.argsort(local, stable=True)
+    counts = torch.bincount(local, minlength=case.experts + 1)[: case.experts]
+    live = int(counts.sum())
+    rows = torch.full((pairs,), -1, device=DEVICE)
+    rows[order[:live]] = torch.arange(live, device=DEVICE)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    if not torch.equal(view(layout.offsets, case.experts + 1), offsets):
+        return "offsets differ"
+    if not torch.equal(view(layout.slot_to_row, pairs), rows):
+        return "slot_to_row differs"
+    return "" if torch.equal(view(layout.row_to_slot, pairs)[:live], order[:live]) else "row_to_slot differs"
+
+
+def check(case: Case) -> tuple[float, float, str]:
+    """Relative RMS, the worst token's, and what is wrong ("" for nothing)."""
+    c = make(case)
+    config = config_of(case)
+    workspace = torch.empty(config.layout.bytes, dtype=torch.uint8, device=DEVICE)
+    out = call(case, c, workspace)
+    synchronise()
+    wrong = check_index(case, c, config, workspace)
+    want = expected(case, c)
+    difference = out.double() - want
+    scale = want.square().mean(1)
+    token = (difference.square().mean(1) / scale.clamp_min(1e-300)).sqrt()
+    token = torch.where(scale > 0, token, torch.where((out == 0).all(1), 0.0, torch.inf))
+    rms = float((difference.square().mean() / want.square().mean().clamp_min(1e-300)).sqrt())
+    worst = float(token.nan_to_num(torch.inf).max())
+    if not rms <= LIMIT or not worst <= LIMIT_TOKEN:
+        bad = (~(token <= LIMIT_TOKEN)).nonzero().flatten()
+        wrong = wrong or f"error; {len(bad)} tokens off, first {bad[:4].tolist()}"
+    for _ in range(10):
+        if not torch.equal(call(case, c, workspace).view(torch.int16), out.view(torch.int16)):
+            wrong = wrong or "repeats differ"
+            break
+    return rms, worst, wrong
+
+
+def check_invariance() -> str:
+    """Rows of y must not depend on the batch or the rank: "" where their bits agree."""
+    for quant in ("tensor", "block"):
+        full = Case(quant, 600, experts=16, k=4, hidden=512, inter=256)
+        c = make(full)
+        config = config_of(full)
+        workspace = torch.empty(config.layout.bytes, dtype=torch.uint8, device=DEVICE)
+        call(full, c, workspace)
+
+        def rows_of(case: Case, space: torch.Tensor) -> torch.Tensor:
+            layout = config_of(case).layout
+            pairs = case.tokens * case.k
+            slots = space[layout.slot_to_row : layout.slot_to_row + 4 * pairs].view(torch.int32).long()
+            y = space[layout.y : layout.y + 2 * pairs * case.hidden].view(torch.int16).view(pairs, case.hidden)
+            return torch.where((slots >= 0)[:, None], y[slots.clamp_min(0)], 0)
+
+        want = rows_of(full, workspace)
+        first = dataclasses.replace(full, tokens=3)
+        part = dataclasses.replace(
+            c, x=c.x[:3], ids=c.ids[:3], weights=c.weights[:3], x_scale=c.x_scale[:3] if quant == "block" else c.x_scale
+        )
+        space = torch.empty(config_of(first).layout.bytes, dtype=torch.uint8, device=DEVICE)
+        call(first, part, space)
+        if not torch.equal(rows_of(first, space), want[: 3 * full.k]):
+            return f"{quant}: rows of 3 tokens differ from the same tokens among 600"
+        total = torch.zeros_like(want)
+        for rank in range(4):
+            mine = dataclasses.replace(full, experts=4, ep=4, rank=rank)
+            cut = slice(4 * rank, 4 * rank + 4)
+            part = dataclasses.replace(
+                c, w13=c.w13[cut], w2=c.w2[cut], w13_scale=c.w13_scale[cut], w2_scale=c.w2_scale[cut]
+            )
+            space = torch.empty(config_of(mine).layout.bytes, dtype=torch.uint8, device=DEVICE)
+            call(mine, part, space)
+            total += rows_of(mine, space)
+        if not torch.equal(total, want):
+            return f"{quant}: the ranks' rows are not a single rank's"
+    return ""
+
+
+def watch(name: str, seconds: int = 45) -> None:
+    """Start the clock of one case; its name is on the screen before anything can hang."""
+    print(f"{name} ...", end=" ", flush=True)
+    faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def run_checks(match: str) -> list[dict[str, object]]:
+    """All cases whose name contains ``match``."""
+    found = []
+    for case in [each for each in grid() if match in each.name()]:
+        watch(case.name())
+        start = time.perf_counter()
+        try:
+            rms, worst, wrong = check(case)
+        except RuntimeError as error:
+            traceback.print_exc()
+            found.append({"case": case.name(), "wrong": f"{type(error).__name__}: {error}"[:300]})
+            print("FAILED")
+            if "CUDA" in str(error) or "cuda" in str(error):
+                break  # a sticky error: nothing after it means anything
+            continue
+        print(f"rms {rms:.5f} worst token {worst:.5f} {time.perf_counter() - start:.1f}s {wrong or 'ok'}", flush=True)
+        found.append({"case": case.name(), "rms": rms, "worst_token": worst, "wrong": wrong})
+        faulthandler.cancel_dump_traceback_later()
+    else:
+        watch("invariance")
+        wrong = check_invariance()
+        print(wrong or "ok", flush=True)
+        found.append({"case": "invariance", "wrong": wrong})
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+def main() -> int:
+    """Command line; exit status 1 where a check failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("json")
+    parser.add_argument("--no-time", action="store_true")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--match", default="", help="only checks and rows that contain this")
+    args = parser.parse_args()
+    device = capability(DEVICE).name
+    print(torch.__version__, device, _C.build_info(), flush=True)
+    document: dict[str, object] = {"device": device, "build": _C.build_info()}
+    path = pathlib.Path(args.json)
+    failed = 0
+    if not args.no_check:
+        document["checks"] = checks = run_checks(args.match)
+        failed = sum(1 for each in checks if each["wrong"])
+        path.write_text(json.dumps(document, indent=1))
+    if args.profile:
+        try:
+            bench.profile(DEVICE, watch)
+            faulthandler.cancel_dump_traceback_later()
+        except Exception:  # the profiler may not work on this machine; times below do not need it
+            traceback.print_exc()
+    if not args.no_time:
+        rows = bench.run(("moe-tensor", "moe-block"), args.match, DEVICE, watch)
+        faulthandler.cancel_dump_traceback_later()
+        document["rows"] = [dataclasses.asdict(row) for row in rows]
+        path.write_text(json.dumps(document, indent=1))
+        print(f"\n{'case':24s} {'tensor us':>10s} {'block us':>10s}")
+        times = {(row.op, row.case): row.us for row in rows}
+        for case in dict.fromkeys(row.case for row in rows):
+            pair = [times.get((op, case), float("nan")) for op in ("moe-tensor", "moe-block")]
+            print(f"{case:24s} {pair[0]:10.1f} {pair[1]:10.1f}")
+    if not args.no_check:
+        print(
+            f"{len(checks)} checks, {failed} failed"
+            + "".join(f"\n  {c['case']}: {c['wrong']}" for c in checks if c["wrong"])
+        )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+// Down kernel, third of the four: y = h * w2^T for every row, bf16; grouped_gemm.cuh has the plan.
+//
+// Reads h (rows of an expert are neighbours), w2, scales. Writes y [rows, H]; weighting and summing are the
+// reduction's. The tensor map puts weight row 32 w + 4 g + 2 m + h of a unit of 128 at shared row 64 m + 16 w + 8 h +
+// g: a thread (warp w, lane group g) then has four neighbouring columns 32 w + 4 g of each of its tokens, and stores 8
+// bytes at once (64 neighbouring bytes a token over the warp).
+#pragma once
+
+#include "kernels/grouped_gemm.cuh"
+
+namespace hpc::moe {
+
+template <Quant kQuant>
+struct DownEpilogue {
+  template <int N>
+  static __device__ __forceinline__ void run(const GemmParams& p, GemmSmem&, const Task& task, int unit, int,
+                                             float (&acc)[2][N / 2]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int column = unit * 128 + warp * 32 + lane / 4 * 4;
+    const float scale = kQuant == Quant::kTensor ? p.w_scale[task.expert] * *p.act_scale : 1.0f;
+    auto* out = static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(task.row) * p.out_columns + column;
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+      const int token = i / 2 * 8 + 2 * (lane % 4) + i % 2, at = i / 2 * 4 + i % 2;
+      if (token < task.rows) {
+        __nv_bfloat162 four[2] = {__floats2bfloat162_rn(acc[0][at] * scale, acc[0][at + 2] * scale),
+                                  __floats2bfloat162_rn(acc[1][at] * scale, acc[1][at + 2] * scale)};
+        *reinterpret_cast<uint2*>(out + static_cast<int64_t>(token) * p.out_columns) =
+            *reinterpret_cast<const uint2*>(four);
+      }
+    }
+  }
+};
+
+template <Quant kQuant, bool kHalf>
+__global__ void __launch_bounds__(kGemmThreads, 1)
+    down_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p, int experts) {
+  run_gemm<Gemm::kDown, kQuant, kHalf, DownEpilogue<kQuant>>(&map, p, experts);
+}
+
+}  // namespace hpc::moe

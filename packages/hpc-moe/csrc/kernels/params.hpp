@@ -1,0 +1,80 @@
+// What the kernels of one call are given. Pointers are device addresses; sizes in elements unless bytes are named.
+#pragma once
+
+#include <cstdint>
+
+#include "config/config.hpp"
+#include "hpc/grouped.hpp"
+
+namespace hpc::moe {
+
+// The routing index and the tile list, made by the index kernel and read by all others.
+struct Routing {
+  int32_t* offsets;          // [E + 1] first row of each local expert; the last is the number of live rows
+  int32_t* tile_offsets;     // [E + 1] first tile of each local expert; the last is the number of tiles
+  int32_t* row_to_slot;      // [T * k] row -> token * k + slot
+  int32_t* slot_to_row;      // [T * k] token * k + slot -> row, or -1 where this rank does not own the expert
+  grouped::TileTask* tiles;  // [max_tiles(T * k, E)]
+};
+
+struct IndexParams {
+  const void* topk_ids;  // [T, k] int32 or int64, global expert ids
+  int64_t id_token_stride;
+  int64_t id_slot_stride;
+  int64_t first_expert;  // ep_rank * E
+  int32_t num_pairs;     // T * k
+  int32_t top_k;
+  int32_t num_experts;  // E, local
+  Routing routing;
+};
+
+// Quantisation of bf16 x, done by the index kernel's other CTAs.
+struct QuantiseParams {
+  const void* x;  // [T, H] bf16; null: x came quantised
+  int64_t x_stride;
+  void* x_quant;         // [T, H] e4m3
+  float* x_quant_scale;  // [T, H / 128] (kBlock)
+  const float* x_scale;  // [1] (kTensor)
+  int32_t num_tokens;
+  int32_t hidden;
+};
+
+// One grouped GEMM: rows of B (tokens) against the weights of their expert.
+struct GemmParams {
+  Routing routing;
+  const uint8_t* b;        // rows of the B operand
+  uint32_t b_stride;       // from a row to the next, in 16 bytes
+  const float* b_scale;    // kBlock: [rows, K groups]; kTensor: [1]
+  int64_t b_scale_stride;  // kBlock: elements from a row's scales to the next's
+  int64_t b_scale_step;    // kBlock: elements from a K group to the next
+  const float* w_scale;    // kBlock: [E, M blocks, K groups]; kTensor: [E]
+  int32_t w_scale_rows;    // kBlock: M blocks of an expert
+  int32_t w_scale_cols;    // kBlock: K groups
+  const float* act_scale;  // kTensor: [1], scale of the activations between the GEMMs
+  void* out;               // gate-up: h [rows, I]; down: y [rows, H] bf16
+  float* out_scale;        // gate-up, kBlock: [rows, I groups]
+  int32_t k_bytes;         // bytes of K: a row of B and of the weights
+  int32_t units;           // 64-column units of I (gate-up) or 128-column units of H (down)
+  int32_t out_columns;     // I or H
+  int32_t weight_rows;     // weight rows of an expert: 2 I or H
+  int32_t top_k;
+  float swiglu_limit;  // negative: none
+};
+
+struct ReduceParams {
+  const void* y;               // [rows, H] bf16
+  const int32_t* slot_to_row;  // [T * k]
+  const float* topk_weights;   // [T, k]
+  int64_t weight_token_stride;
+  int64_t weight_slot_stride;
+  const void* shared_output;  // [T, H] bf16 or null
+  int64_t shared_stride;
+  void* out;  // [T, H] bf16
+  int64_t out_stride;
+  float routed_scaling_factor;
+  int32_t num_tokens;
+  int32_t hidden;
+  int32_t top_k;
+};
+
+}  // namespace hpc::moe

@@ -1,0 +1,147 @@
+#include "launch/call.hpp"
+
+#include <algorithm>
+
+#include "launch/moe.hpp"
+
+namespace hpc::moe {
+
+namespace {
+
+template <typename T>
+T* at(void* workspace, int64_t offset) {
+  return reinterpret_cast<T*>(static_cast<uint8_t*>(workspace) + offset);
+}
+
+const uint8_t* bytes_at(const void* base, int64_t bytes) {
+  return static_cast<const uint8_t*>(base) + bytes;
+}
+
+uint32_t stride16(const char* argument, int64_t bytes, int64_t rows) {
+  check(bytes >= 0 && bytes / 16 * rows < (int64_t{1} << 32), "hpc_moe.fused_moe", argument,
+        "a row stride with all rows of a chunk within 64 GB", bytes);
+  return static_cast<uint32_t>(bytes / 16);
+}
+
+// The four kernels of tokens [begin, begin + tokens).
+void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t tokens, const CUtensorMap& up_map,
+               const CUtensorMap& down_map, int num_sms, cudaStream_t stream) {
+  const Layout& l = config.layout;
+  const int element = c.quant == Quant::kNone ? 2 : 1;  // bytes of a weight, and of what it is multiplied with
+  const bool half = c.quant == Quant::kBlock && config.act_group == 64;
+  const bool quantise = config.x_in_workspace;
+  const auto pairs = static_cast<int32_t>(tokens * c.top_k);
+
+  Routing routing;
+  routing.offsets = at<int32_t>(c.workspace, l.offsets);
+  routing.tile_offsets = at<int32_t>(c.workspace, l.tile_offsets);
+  routing.row_to_slot = at<int32_t>(c.workspace, l.row_to_slot);
+  routing.slot_to_row = at<int32_t>(c.workspace, l.slot_to_row);
+  routing.tiles = at<grouped::TileTask>(c.workspace, l.tasks);
+
+  const int x_element = c.x_is_bf16 ? 2 : 1;
+  const uint8_t* x = bytes_at(c.x, begin * c.x_stride * x_element);
+  IndexParams index{};
+  index.topk_ids = bytes_at(c.topk_ids, begin * c.id_token_stride * (c.ids_are_int64 ? 8 : 4));
+  index.id_token_stride = c.id_token_stride;
+  index.id_slot_stride = c.id_slot_stride;
+  index.first_expert = static_cast<int64_t>(c.ep_rank) * c.num_local;
+  index.num_pairs = pairs;
+  index.top_k = c.top_k;
+  index.num_experts = c.num_local;
+  index.routing = routing;
+  QuantiseParams q{};
+  if (quantise) {
+    q.x = x;
+    q.x_stride = c.x_stride;
+    q.x_quant = at<uint8_t>(c.workspace, l.x_q);
+    q.x_quant_scale = at<float>(c.workspace, l.x_scale);
+    q.x_scale = c.x_scale;
+    q.num_tokens = static_cast<int32_t>(tokens);
+    q.hidden = c.hidden;
+  }
+  launch_index(c.quant, index, q, config.rule, c.ids_are_int64, num_sms, stream);
+
+  const int scale_block = config.act_group;
+  GemmParams up{};
+  up.routing = routing;
+  up.b = quantise ? at<uint8_t>(c.workspace, l.x_q) : x;
+  up.b_stride = quantise ? static_cast<uint32_t>(c.hidden / 16) : stride16("x", c.x_stride * x_element, tokens);
+  if (c.quant == Quant::kBlock && quantise) {
+    up.b_scale = at<float>(c.workspace, l.x_scale);
+    up.b_scale_stride = c.hidden / 128;
+    up.b_scale_step = 1;
+  } else if (c.quant == Quant::kBlock) {
+    up.b_scale = c.x_scale + begin * c.x_scale_stride;
+    up.b_scale_stride = c.x_scale_stride;
+    up.b_scale_step = c.x_scale_step;
+  } else {
+    up.b_scale = c.x_scale;
+  }
+  up.w_scale = c.w13_scale;
+  up.w_scale_rows = 2 * c.intermediate / scale_block;
+  up.w_scale_cols = c.hidden / 128;
+  up.act_scale = c.act_scale;
+  up.out = at<uint8_t>(c.workspace, l.h);
+  up.out_scale = at<float>(c.workspace, l.h_scale);
+  up.k_bytes = c.hidden * element;
+  up.units = c.intermediate / 64;
+  up.out_columns = c.intermediate;
+  up.weight_rows = 2 * c.intermediate;
+  up.top_k = c.top_k;
+  up.swiglu_limit = c.swiglu_limit;
+  launch_gate_up(c.quant, half, up_map, up, c.num_local, config.up_grid, stream);
+
+  GemmParams down{};
+  down.routing = routing;
+  down.b = at<uint8_t>(c.workspace, l.h);
+  down.b_stride = static_cast<uint32_t>(c.intermediate * element / 16);
+  if (c.quant == Quant::kBlock) {
+    down.b_scale = at<float>(c.workspace, l.h_scale);
+    down.b_scale_stride = c.intermediate / scale_block;
+    down.b_scale_step = 1;
+  }
+  down.w_scale = c.w2_scale;
+  down.w_scale_rows = c.hidden / 128;
+  down.w_scale_cols = c.intermediate / scale_block;
+  down.act_scale = c.act_scale;
+  down.out = at<uint8_t>(c.workspace, l.y);
+  down.k_bytes = c.intermediate * element;
+  down.units = c.hidden / 128;
+  down.out_columns = c.hidden;
+  down.weight_rows = c.hidden;
+  down.top_k = c.top_k;
+  launch_down(c.quant, half, down_map, down, c.num_local, config.down_grid, stream);
+
+  ReduceParams reduce{};
+  reduce.y = at<uint8_t>(c.workspace, l.y);
+  reduce.slot_to_row = routing.slot_to_row;
+  reduce.topk_weights = c.topk_weights + begin * c.weight_token_stride;
+  reduce.weight_token_stride = c.weight_token_stride;
+  reduce.weight_slot_stride = c.weight_slot_stride;
+  reduce.shared_output = c.shared_output ? bytes_at(c.shared_output, begin * c.shared_stride * 2) : nullptr;
+  reduce.shared_stride = c.shared_stride;
+  reduce.out = static_cast<uint8_t*>(c.out) + begin * c.out_stride * 2;
+  reduce.out_stride = c.out_stride;
+  reduce.routed_scaling_factor = c.routed_scaling_factor;
+  reduce.num_tokens = static_cast<int32_t>(tokens);
+  reduce.hidden = c.hidden;
+  reduce.top_k = c.top_k;
+  launch_reduce(reduce, num_sms, stream);
+}
+
+}  // namespace
+
+void run(const Call& c, const Config& config, int num_sms, cudaStream_t stream) {
+  const int element = c.quant == Quant::kNone ? 2 : 1;
+  const int64_t experts = c.num_local;
+  const CUtensorMap up_map =
+      gate_up_weight_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element);
+  const CUtensorMap down_map =
+      down_weight_map(c.w2, experts * c.hidden, static_cast<int64_t>(c.intermediate) * element);
+  for (int64_t begin = 0; begin < c.tokens; begin += config.chunk_tokens) {
+    run_chunk(c, config, begin, std::min(config.chunk_tokens, c.tokens - begin), up_map, down_map, num_sms, stream);
+  }
+}
+
+}  // namespace hpc::moe

@@ -1,0 +1,7 @@
+#include "launch/down.cuh"
+
+namespace hpc::moe {
+
+template void launch_down_as<Quant::kNone, false>(const CUtensorMap&, const GemmParams&, int, int, cudaStream_t);
+
+}  // namespace hpc::moe

@@ -1,0 +1,7 @@
+#include "launch/gate_up.cuh"
+
+namespace hpc::moe {
+
+template void launch_gate_up_as<Quant::kNone, false>(const CUtensorMap&, const GemmParams&, int, int, cudaStream_t);
+
+}  // namespace hpc::moe

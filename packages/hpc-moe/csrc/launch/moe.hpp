@@ -1,0 +1,28 @@
+// Launchers of the four kernels of a fused_moe call, one after another in a stream; run_chunk() is the order.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "kernels/params.hpp"
+
+namespace hpc::moe {
+
+// Routing index and tiles; quantises x where q.x is set. `wide_ids`: topk_ids are int64, else int32.
+void launch_index(Quant quant, const IndexParams& p, const QuantiseParams& q, grouped::TileRule rule, bool wide_ids,
+                  int num_sms, cudaStream_t stream);
+
+// The grouped GEMMs. `half`: I % 128 != 0, so that its scales are per 64. `map`: see weight_map().
+void launch_gate_up(Quant quant, bool half, const CUtensorMap& map, const GemmParams& p, int experts, int grid,
+                    cudaStream_t stream);
+void launch_down(Quant quant, bool half, const CUtensorMap& map, const GemmParams& p, int experts, int grid,
+                 cudaStream_t stream);
+
+void launch_reduce(const ReduceParams& p, int num_sms, cudaStream_t stream);
+
+// Tensor maps of the weights, with the row orders that kernels/gate_up.cuh and kernels/down.cuh describe.
+// `rows`: E * 2 I or E * H; `row_bytes`: of K.
+CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes);
+CUtensorMap down_weight_map(const void* w2, int64_t rows, int64_t row_bytes);
+
+}  // namespace hpc::moe

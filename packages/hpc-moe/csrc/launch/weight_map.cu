@@ -1,0 +1,28 @@
+// Tensor maps of w13 and w2. A map of more dimensions than the matrix has permutes its rows within a unit, so that a
+// thread of the GEMM ends up with neighbouring output columns (the accumulator's layout gives it rows g and g + 8).
+#include "hpc/tensor_map.hpp"
+#include "launch/moe.hpp"
+
+namespace hpc::moe {
+
+// Weight row 16 w + 2 g + h (g < 8, h < 2) as coordinates (g, h, w); a copy brings 64 rows: w < 4.
+CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes) {
+  const auto bytes = static_cast<uint64_t>(row_bytes);
+  TensorMapSpec<4> spec;
+  spec.shape = {bytes, 8, 2, static_cast<uint64_t>(rows) / 16};
+  spec.stride = {2 * bytes, bytes, 16 * bytes};
+  spec.box = {128, 8, 2, 4};
+  return make_tensor_map("w13", w13, CU_TENSOR_MAP_DATA_TYPE_UINT8, spec, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+// Weight row 32 w + 4 g + 2 m + h (g < 8, m < 2, h < 2) as coordinates (g, h, w, m); a copy brings 128 rows: w < 4.
+CUtensorMap down_weight_map(const void* w2, int64_t rows, int64_t row_bytes) {
+  const auto bytes = static_cast<uint64_t>(row_bytes);
+  TensorMapSpec<5> spec;
+  spec.shape = {bytes, 8, 2, static_cast<uint64_t>(rows) / 32, 2};
+  spec.stride = {4 * bytes, bytes, 32 * bytes, 2 * bytes};
+  spec.box = {128, 8, 2, 4, 2};
+  return make_tensor_map("w2", w2, CU_TENSOR_MAP_DATA_TYPE_UINT8, spec, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+}  // namespace hpc::moe
