@@ -2,15 +2,16 @@
 // LDS.128. So there is no barrier, no swizzle, no bank conflict and no descriptor in a streaming loop, and a warp never
 // waits for another. Lanes address global memory freely: any strides, any gather.
 //
-// A ring has kSlots slots; a slot has kVectors vectors of 16 bytes a lane, stored [slot][vector][lane]. Two rings may
-// share the order of commits (attention alternates a slot of keys and a slot of values).
+// A ring has kSlots slots; a slot has kVectors vectors of 16 bytes a lane, stored [slot][vector][lane]. One pointer is
+// enough, for the slot that was just read is the one to be filled next:
 //
-//   LaneRing<kSlots, kVectors> ring(warp's shared memory);
-//   fill kSlots slots:   cp_async16(ring.in(v), address, bytes) for each v; cp_async_commit(); ring.pushed();
-//   then, for each slot: cp_async_wait<slots in flight - 1>(); lds128(ring.out(v)) for each v; use the values;
-//                        ring.popped(); fill the next slot and commit it (commit also where nothing is left to fetch, so
-//                        that the count of pending groups stays the same).
-// A slot may be filled again once instructions that use the values read from it have been issued.
+//   LaneRing<kSlots, kVectors> ring(shared address of this warp's ring.kBytes, lane);
+//   kSlots times:        cp_async16(ring.at(v), address, bytes) for each v; cp_async_commit(); ring.advance();
+//   then, for each slot: cp_async_wait<kSlots - 1>(); lds128(ring.at(v)) for each v; use the values; fill the same slot
+//                        again and commit it (commit also where nothing is left to fetch, so that the count of pending
+//                        groups stays the same); ring.advance().
+// A slot may be filled in several groups (attention: keys, then values): all of them count in cp_async_wait. Fill a
+// vector again only behind instructions that use what was read from it.
 //
 // Measured on an H200 (134 MB, 8 warps an SM): 32 KB in flight an SM read 4.26 TB/s, 64 KB 4.37, 128 KB 4.39. Two CTAs an
 // SM want at most 48 KB each. cp.async with an L2 cache policy is an illegal instruction there; L2::128B works.
@@ -76,22 +77,21 @@ class LaneRing {
   static constexpr int kBytes = kSlots * kSlotBytes;  // of a warp
 
   // `warp_base`: shared address of this warp's kBytes bytes, 16-byte aligned.
-  __device__ __forceinline__ LaneRing(uint32_t warp_base, int lane)
-      : first_(warp_base + lane * 16), in_(first_), out_(first_) {}
+  __device__ __forceinline__ LaneRing(uint32_t warp_base, int lane) : first_(warp_base + lane * 16), at_(first_) {}
 
-  __device__ __forceinline__ uint32_t in(int vector) const { return in_ + vector * kVectorBytes; }
-  __device__ __forceinline__ uint32_t out(int vector) const { return out_ + vector * kVectorBytes; }
-  __device__ __forceinline__ void pushed() { in_ = next(in_); }
-  __device__ __forceinline__ void popped() { out_ = next(out_); }
+  // This lane's 16 bytes of a vector of the current slot, and the slot's number.
+  __device__ __forceinline__ uint32_t at(int vector) const { return at_ + vector * kVectorBytes; }
+  __device__ __forceinline__ uint32_t slot() const { return (at_ - first_) / kSlotBytes; }
 
- private:
-  __device__ __forceinline__ uint32_t next(uint32_t at) const {
-    if constexpr (kSlots == 1) return at;
-    at += kSlotBytes;
-    return at == first_ + kBytes ? first_ : at;
+  __device__ __forceinline__ void advance() {
+    if constexpr (kSlots > 1) {
+      at_ += kSlotBytes;
+      if (at_ == first_ + kBytes) at_ = first_;
+    }
   }
 
-  uint32_t first_, in_, out_;
+ private:
+  uint32_t first_, at_;
 };
 
 }  // namespace hpc

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "config/decode.hpp"
 #include "hpc/schedule_host.hpp"
 
 namespace hpc::attention {
@@ -26,9 +27,7 @@ struct PlanConfig {
   int32_t rows;       // query rows of one KV head: q_len * num_q_heads / num_kv_heads
   int64_t map_bytes;
   int64_t partial_slots;
-  // Partial results, fp32: head_dim numbers of the output and two of the softmax (maximum and sum, or log-sum-exp) for
-  // each row of each slot.
-  int64_t workspace_bytes;
+  int64_t workspace_bytes;  // of the partial results, see decode_slot_bytes
 };
 
 // Lower end of the floor of a CTA's work (see floor_tiles), from a tile's bytes: 32 KB of keys and values. That is two
@@ -57,7 +56,7 @@ inline PlanConfig plan_config(const char* where, const PlanProblem& p) {
   config.rows = p.q_len * (p.num_q_heads / p.num_kv_heads);
   config.map_bytes = decode_map_bytes(p.max_batch, p.num_ctas);
   config.partial_slots = partial_slots(config.shape);
-  config.workspace_bytes = config.partial_slots * config.rows * (p.head_dim + 2) * 4;
+  config.workspace_bytes = config.partial_slots * decode_slot_bytes(p.head_dim, config.rows);
   return config;
 }
 

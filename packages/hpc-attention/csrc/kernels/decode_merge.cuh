@@ -1,0 +1,56 @@
+// Results of row pairs: where they lie in partial results, how partial results are added, how they become the output.
+//
+// A row tile's unnormalised output (8 rows x D) is 2 D vectors of four floats. Vector `position` belongs to columns
+// d = 2 (position / 4) and d + 1 and to rows 2t and 2t + 1, t = position % 4, in the accumulators' order:
+// (d, 2t) (d, 2t+1) (d+1, 2t) (d+1, 2t+1). Its (max, sum) vector t is m(2t) l(2t) m(2t+1) l(2t+1), in units of log2.
+#pragma once
+
+#include "decode_query.cuh"
+
+namespace hpc::attention {
+
+// Adds b's result to a's: both unnormalised, each with the maximum and the sum it is relative to.
+__device__ __forceinline__ void add_result(float4& a, float4& a_ml, const float4& b, const float4& b_ml) {
+  const float m0 = fmaxf(a_ml.x, b_ml.x), m1 = fmaxf(a_ml.z, b_ml.z);
+  const float a0 = exp2_approx(a_ml.x - m0), a1 = exp2_approx(a_ml.z - m1);
+  const float b0 = exp2_approx(b_ml.x - m0), b1 = exp2_approx(b_ml.z - m1);
+  // Rounded step by step, so that every kernel that is compiled from this gives the same bits.
+  a = make_float4(__fmaf_rn(b.x, b0, __fmul_rn(a.x, a0)), __fmaf_rn(b.y, b1, __fmul_rn(a.y, a1)),
+                  __fmaf_rn(b.z, b0, __fmul_rn(a.z, a0)), __fmaf_rn(b.w, b1, __fmul_rn(a.w, a1)));
+  a_ml = make_float4(m0, __fmaf_rn(b_ml.y, b0, __fmul_rn(a_ml.y, a0)), m1,
+                     __fmaf_rn(b_ml.w, b1, __fmul_rn(a_ml.w, a1)));
+}
+
+// Two 16-bit outputs of one row.
+__device__ __forceinline__ void store_pair(const DecodeParams& p, int64_t token, int32_t head, int32_t d, float low,
+                                           float high) {
+  const int64_t element = token * p.out_token_stride + head * p.out_head_stride + d;
+  const uint32_t pair = p.out_fp16 ? pack_half2<Half::kFp16>(low, high) : pack_half2<Half::kBf16>(low, high);
+  *reinterpret_cast<uint32_t*>(p.out + 2 * element) = pair;
+}
+
+// Normalises vector `position` of a row tile and writes output and lse. A row that sees nothing (sum 0) gives zeros and
+// -inf. Sinks join the denominator, not lse.
+__device__ __forceinline__ void store_result(const DecodeParams& p, int32_t request, int32_t kv_head, int32_t row_tile,
+                                             int32_t position, const float4& o, const float4& ml) {
+  const int32_t d = 2 * (position >> 2);
+  const float v_scale = p.v_scale != nullptr ? p.v_scale[kv_head * p.v_scale_head_stride] : p.v_factor;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int32_t row = row_tile * kRowTile + 2 * (position & 3) + i;
+    if (row >= p.rows) continue;
+    const RowPlace place = row_place(p, kv_head, row);
+    const int64_t token = static_cast<int64_t>(request) * p.q_len + place.token;
+    const float m = i == 0 ? ml.x : ml.z, l = i == 0 ? ml.y : ml.w;
+    float denominator = l;
+    if (p.sinks != nullptr) denominator += exp2_approx(p.sinks[place.head] * kLog2e - m);
+    const float factor = l == 0.0f ? 0.0f : __fdividef(v_scale, denominator);
+    store_pair(p, token, place.head, d, (i == 0 ? o.x : o.y) * factor, (i == 0 ? o.z : o.w) * factor);
+    if (p.lse != nullptr && d == 0) {
+      const float lse = l == 0.0f ? __uint_as_float(0xff800000u) : (m + log2_approx(l)) * kLn2;
+      p.lse[token * p.lse_token_stride + place.head * p.lse_head_stride] = lse;
+    }
+  }
+}
+
+}  // namespace hpc::attention

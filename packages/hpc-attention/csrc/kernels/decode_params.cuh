@@ -1,0 +1,83 @@
+// What the decode and combine kernels are given. Strides of the caches count 16-byte units, all others elements.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "hpc/schedule.hpp"
+
+namespace hpc::attention {
+
+enum class QueryKind : int32_t { kBf16, kFp16, kE4m3 };
+
+// One cache, logically [pages, page_size, Hkv, D].
+struct CacheView {
+  const char* data;  // 16-byte aligned
+  uint32_t page_stride;
+  uint32_t token_stride;
+  uint32_t head_stride;
+};
+
+struct DecodeParams {
+  // The plan's map, on the device.
+  const DecodeHeader* header;
+  const DecodeRequest* requests;  // [batch + 1]
+  const DecodeCta* ctas;          // [num_ctas]
+  const DecodeSplit* splits;      // [header->num_splits]
+
+  const char* q;  // [batch * q_len, Hq, D]
+  int64_t q_token_stride;
+  int64_t q_head_stride;
+  const float* q_scale;  // [batch * q_len, Hq] for an e4m3 query, else null
+  int64_t q_scale_token_stride;
+  int64_t q_scale_head_stride;
+
+  CacheView k;
+  CacheView v;
+  const int32_t* page_table;  // [batch, max_pages]
+  int64_t page_table_stride;
+  int32_t capacity;    // tokens a row of the page table holds; lengths are clamped to it
+  uint32_t last_page;  // pages of the pool - 1; ids are clamped to it
+  int32_t page_shift;  // log2(page_size): 0 or 4 .. 8
+
+  const float* k_scale;  // null: 1; else per head (strides of page and token 0), or per token
+  int64_t k_scale_page_stride;
+  int64_t k_scale_token_stride;
+  int64_t k_scale_head_stride;
+  const float* v_scale;  // null: 1; else per head
+  int64_t v_scale_head_stride;
+  const float* sinks;  // [Hq] or null
+
+  char* out;  // [batch * q_len, Hq, D], 16 bits
+  int64_t out_token_stride;
+  int64_t out_head_stride;
+  float* lse;  // [batch * q_len, Hq] or null
+  int64_t lse_token_stride;
+  int64_t lse_head_stride;
+
+  float4* partial;     // [slots][row tiles][2 D]: see position_of() in decode_merge.cuh
+  float4* partial_ml;  // [slots][row tiles][4]: (max, sum) of rows 2t and 2t + 1
+
+  float scale;         // sm_scale times k_scale where that is a number; times log2(e) without softcap
+  float v_factor;      // v_scale where that is a number
+  float softcap;       // 0: none
+  int32_t q_len;       // 1 .. 8
+  int32_t group;       // query heads a KV head, 1 .. 16
+  int32_t rows;        // q_len * group
+  int32_t row_tiles;   // ceil(rows / 8), of all row groups together
+  int32_t row_groups;  // CTAs that share a run of tiles
+  int32_t window;      // 0: none
+  QueryKind query;
+  bool out_fp16;         // else bf16
+  bool per_token_scale;  // k_scale is per token
+  bool early;            // the plan and the cache's older tokens are not written by the kernel just before
+};
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// The lowest max of a row that has seen nothing. Finite, so that differences of two of them are 0 and never NaN.
+constexpr float kNoMax = -3.402823466e38f;
+
+}  // namespace hpc::attention

@@ -1,0 +1,43 @@
+#include "launch/decode.hpp"
+
+#include "hpc/launch.hpp"
+#include "kernels/combine.cuh"
+
+namespace hpc::attention {
+namespace {
+
+DecodeKernel find_kernel(const DecodeProblem& problem, const DecodeConfig& config) {
+  const auto find = problem.kv == KvKind::kBf16   ? decode_kernel_bf16
+                    : problem.kv == KvKind::kFp16 ? decode_kernel_fp16
+                                                  : decode_kernel_e4m3;
+  const DecodeKernel kernel = find(problem.head_dim, config.row_tiles, config.stages);
+  check(kernel != nullptr, "hpc_attention.decode", "head_dim, stages", "a compiled combination",
+        text(problem.head_dim, ", ", config.stages));
+  return kernel;
+}
+
+}  // namespace
+
+int decode_ctas_per_sm(const DecodeProblem& problem) {
+  const DecodeConfig config = decode_config(problem);
+  return resident_ctas_per_sm(find_kernel(problem, config), kDecodeThreads, config.smem_bytes);
+}
+
+void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int32_t num_ctas, int32_t combine_ctas,
+                   cudaStream_t stream) {
+  const DecodeConfig config = decode_config(problem);
+  launch(find_kernel(problem, config),
+         LaunchConfig{.grid = dim3(static_cast<unsigned>(num_ctas * config.row_groups)),
+                      .block = dim3(kDecodeThreads),
+                      .smem_bytes = config.smem_bytes,
+                      .stream = stream},
+         params);
+  const DecodeKernel combine = problem.head_dim == 64    ? combine_kernel<64>
+                               : problem.head_dim == 128 ? combine_kernel<128>
+                                                         : combine_kernel<256>;
+  launch(combine,
+         LaunchConfig{.grid = dim3(static_cast<unsigned>(combine_ctas)), .block = dim3(kDecodeThreads), .stream = stream},
+         params);
+}
+
+}  // namespace hpc::attention

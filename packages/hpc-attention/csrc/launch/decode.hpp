@@ -1,0 +1,26 @@
+// Launches decode attention: the attention kernel, then the kernel that adds its partial results.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "config/decode.hpp"
+#include "kernels/decode_params.cuh"
+
+namespace hpc::attention {
+
+using DecodeKernel = void (*)(DecodeParams);
+
+// The attention kernel for a kind of cache; null where there is none. One source file a kind.
+DecodeKernel decode_kernel_bf16(int32_t head_dim, int32_t row_tiles, int32_t stages);
+DecodeKernel decode_kernel_fp16(int32_t head_dim, int32_t row_tiles, int32_t stages);
+DecodeKernel decode_kernel_e4m3(int32_t head_dim, int32_t row_tiles, int32_t stages);
+
+// CTAs of the attention kernel that are resident on one SM of the current device at once. 0: it does not fit.
+int decode_ctas_per_sm(const DecodeProblem& problem);
+
+// Both kernels on the current device; no allocation, no synchronisation. num_ctas: rows of the map's `ctas`.
+// combine_ctas: grid of the second kernel.
+void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int32_t num_ctas, int32_t combine_ctas,
+                   cudaStream_t stream);
+
+}  // namespace hpc::attention
