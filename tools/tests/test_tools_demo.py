@@ -37,7 +37,7 @@ def shown(result: demo.Report) -> str:
 
 def test_small_layer_passes() -> None:
     result = small()
-    names = ["plan.update", "decode", "router_gemm", "route", "fused_moe"]
+    names = ["DecodePlan.update", "decode", "router_gemm", "route", "fused_moe"]
     assert [outcome.operator for outcome in result.outcomes] == names
     assert result.ok and all(outcome.checks and outcome.device for outcome in result.outcomes)
     assert "All 5 results within tolerance" in shown(result)

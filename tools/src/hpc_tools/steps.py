@@ -142,7 +142,7 @@ def attention(
         return call
 
     progress.phase("attention", 2)
-    plan, planned = _call("plan.update", gpu, "", update, [cache.seq_lens], 0, timing.EMPTY_KERNEL_US)
+    plan, planned = _call("DecodePlan.update", gpu, "", update, [cache.seq_lens], 0, timing.EMPTY_KERNEL_US)
     schedule = plan.host_map()
     host = plan_decode(
         lengths,
