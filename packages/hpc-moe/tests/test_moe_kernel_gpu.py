@@ -1,0 +1,181 @@
+"""Kernels of fused_moe on a Hopper GPU: what the value tests, which also run there, do not ask.
+
+The index against the host's, every edge of a tile's width, rows that depend on nothing but themselves, memory around
+and below the call, streams, graphs, and predecessors that end late.
+"""
+
+import faulthandler
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hpc_moe
+import pytest
+import torch
+from hpc_common.capability import capability
+from hpc_common.poison import Canary, bits
+from hpc_moe import _C
+
+pytestmark = pytest.mark.gpu
+
+FP8 = ("block-e4m3", "block-bf16", "tensor-e4m3", "tensor-bf16")
+CaseMaker = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    """A kernel that hangs ends the run with a traceback instead of holding the GPU."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def config_of(case: Any) -> Any:
+    """The Config that the call of ``case`` uses."""
+    return _C.make_config(
+        num_tokens=case.x.shape[0],
+        top_k=case.topk_ids.shape[1],
+        num_local_experts=case.w13.shape[0],
+        num_experts=case.options.get("num_experts", case.w13.shape[0]),
+        hidden=case.x.shape[1],
+        intermediate=case.w2.shape[2],
+        quant=hpc_moe.quant.quant_name(case.quant),
+        x_is_bf16=case.x.dtype == torch.bfloat16,
+        batch_invariant=case.options.get("batch_invariant", False),
+        num_sms=capability("cuda").num_sms,
+    )
+
+
+def traced(case: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run in a workspace full of 0xFF; returns out, offsets, slot_to_row, and y's rows by slot (zeros for none)."""
+    config = config_of(case)
+    space = torch.full((config.layout.bytes,), 255, dtype=torch.uint8, device="cuda")
+    out = case.run(workspace=space)
+    pairs, hidden = case.topk_ids.numel(), case.x.shape[1]
+
+    def ints(offset: int, count: int) -> torch.Tensor:
+        return space[offset : offset + 4 * count].view(torch.int32).long()
+
+    slots = ints(config.layout.slot_to_row, pairs)
+    y = space[config.layout.y : config.layout.y + 2 * pairs * hidden].view(torch.int16).view(pairs, hidden)
+    rows = torch.where((slots >= 0)[:, None], y[slots.clamp_min(0)], 0)
+    return out, ints(config.layout.offsets, case.w13.shape[0] + 1), slots, rows
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 1), (33, 3, 7), (700, 8, 512), (3000, 8, 24)])
+def test_index_is_a_stable_sort(tokens: int, top_k: int, experts: int, moe_case: CaseMaker) -> None:
+    ids = torch.randint(-1, experts + 2, (tokens, top_k), generator=torch.Generator().manual_seed(tokens))
+    case = moe_case("tensor-e4m3", tokens, top_k, experts, 128, 64, ids=ids, device="cuda")
+    _, offsets, slots, _ = traced(case)
+    flat = case.topk_ids.flatten().long()
+    live = (flat >= 0) & (flat < experts)
+    assert torch.equal(offsets[1:], torch.bincount(flat[live], minlength=experts).cumsum(0)) and offsets[0] == 0
+    order = torch.argsort(torch.where(live, flat, experts), stable=True)[: int(live.sum())]
+    want = torch.full_like(flat, -1)
+    want[order] = torch.arange(len(order), device="cuda")
+    assert torch.equal(slots, want)
+
+
+@pytest.mark.parametrize("name", ["block-e4m3", "tensor-e4m3", "bf16"])
+@pytest.mark.parametrize("inter", [128, 192])
+def test_every_tile_width(name: str, inter: int, moe_case: CaseMaker) -> None:
+    """One expert with each count around the edges of 16 widths, one, two and four tiles."""
+    edges = [count + step for count in (*range(16, 145, 16), 256, 384, 512) for step in (-1, 0, 1)]
+    for tokens in edges:
+        ids = torch.ones(tokens, 1, dtype=torch.int32)
+        case = moe_case(name, tokens, 1, 3, 256, inter, ids=ids, dead=0.0, device="cuda")
+        case.check(case.run())
+
+
+@pytest.mark.parametrize("name", [*FP8, "bf16"])
+def test_rows_depend_on_themselves_alone(name: str, moe_case: CaseMaker) -> None:
+    """Rows before the reduction: the same bits alone, in a batch (other tile widths), and on the rank that has them."""
+    case = moe_case(name, tokens=700, device="cuda")
+    rows = traced(case)[3].view(700, -1)
+    for pick in (slice(0, 1), slice(3, 20), slice(100, 400)):
+        assert torch.equal(traced(case.tokens(pick))[3].view(rows[pick].shape), rows[pick])
+    parts = [traced(case.rank(rank, 4))[3].view(rows.shape) for rank in range(4)]
+    assert torch.equal(sum(parts[1:], parts[0]), rows)
+
+
+@pytest.mark.parametrize("name", [*FP8, "bf16"])
+def test_repeats_and_canaries(name: str, moe_case: CaseMaker) -> None:
+    case = moe_case(name, tokens=300, device="cuda")
+    first = case.run()
+    with (
+        Canary((config_of(case).layout.bytes,), torch.uint8, "cuda") as space,
+        Canary(case.x.shape, torch.bfloat16, "cuda") as out,
+    ):
+        for fill in range(200):
+            space.fill_(fill)
+            case.run(workspace=space, out=out)
+            assert torch.equal(bits(out), bits(first))
+
+
+@pytest.mark.parametrize("name", ["block-bf16", "tensor-e4m3"])
+def test_replay_with_new_ids(name: str, moe_case: CaseMaker) -> None:
+    """A captured call follows ids, weights and activations that change in place, down to no live slot at all."""
+    cases = [
+        moe_case(name, tokens=90, seed=seed, dead=dead, device="cuda") for seed, dead in enumerate((0.1, 0.9, 1.0))
+    ]
+    fixed = cases[0].but(x=cases[0].x.clone(), topk_ids=cases[0].topk_ids.clone())
+    fixed = fixed.but(topk_weights=fixed.topk_weights.clone())
+    out = fixed.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fixed.run(out=out)
+    for case in [*cases, cases[0]]:
+        fixed.x.copy_(case.x)
+        fixed.topk_ids.copy_(case.topk_ids)
+        fixed.topk_weights.copy_(case.topk_weights)
+        graph.replay()
+        assert torch.equal(bits(out), bits(fixed.run()))
+
+
+def test_two_streams(moe_case: CaseMaker) -> None:
+    cases = [moe_case("block-bf16", tokens=tokens, device="cuda") for tokens in (200, 70)]
+    want = [case.run() for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    got: list[list[torch.Tensor]] = [[], []]
+    for _ in range(50):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got[index].append(cases[index].run())
+    torch.cuda.synchronize()
+    for index in range(2):
+        assert all(torch.equal(bits(each), bits(want[index])) for each in got[index])
+
+
+@pytest.mark.parametrize("name", ["block-bf16", "tensor-e4m3"])
+def test_late_producer(name: str, moe_case: CaseMaker) -> None:
+    """Inputs written by a kernel that ends late, on the same side stream: the call must see the new ones."""
+    old, new = (moe_case(name, tokens=60, seed=seed, device="cuda") for seed in (1, 2))
+    want = new.but(w13=old.w13, w2=old.w2, quant=old.quant).run()
+    if name.startswith("block"):
+        assert old.quant.x_scale is None
+    case = old.but(x=old.x.clone(), topk_ids=old.topk_ids.clone(), topk_weights=old.topk_weights.clone())
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            for name_of in ("x", "topk_ids", "topk_weights"):
+                getattr(case, name_of).copy_(getattr(old, name_of))
+            torch.cuda._sleep(200_000)
+            for name_of in ("x", "topk_ids", "topk_weights"):
+                getattr(case, name_of).copy_(getattr(new, name_of))
+            assert torch.equal(bits(case.run()), bits(want))
+
+
+def test_offsets_beyond_32_bits(moe_case: CaseMaker) -> None:
+    """Weights of more than 2^31 bytes: the last expert gives what the first gives with the same weights."""
+    experts, hidden, inter = 130, 4096, 2048
+    small = moe_case("block-bf16", 4, 2, 1, hidden, inter, dead=0.0, ids=torch.zeros(4, 2).int(), device="cuda")
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        wide = torch.zeros(experts, *tensor.shape[1:], dtype=tensor.dtype, device="cuda")
+        wide[-1] = tensor[0]
+        return wide
+
+    quant = hpc_moe.Fp8Block(spread(small.quant.w13_scale), spread(small.quant.w2_scale))
+    large = small.but(w13=spread(small.w13), w2=spread(small.w2), quant=quant, topk_ids=small.topk_ids + experts - 1)
+    assert torch.equal(bits(large.run()), bits(small.run()))
