@@ -1,4 +1,4 @@
-"""``fused_moe`` on a Hopper GPU: hands a checked call to the kernels (csrc/launch/call.cu) in torch's current stream."""
+"""``fused_moe`` on a Hopper GPU: hands a checked call to the kernels (csrc/launch/call.cu), in the current stream."""
 
 from typing import TYPE_CHECKING
 
