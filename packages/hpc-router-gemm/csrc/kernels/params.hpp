@@ -1,0 +1,52 @@
+// What the kernels are told: one struct a kernel, filled by its launcher from a Config.
+#pragma once
+
+#include <cstdint>
+
+#include "config/config.hpp"
+
+namespace hpc::router {
+
+struct StreamParams {
+  const void* weight;     // [n, k], rows `weight_stride` elements apart, 16-byte aligned
+  const void* x;          // [m, k] bf16, rows `x_stride` elements apart, 16-byte aligned
+  float* y;               // [m, n], rows `y_stride` elements apart
+  int64_t weight_stride;  // elements, of 16 bytes' multiple
+  int64_t x_stride;
+  int64_t y_stride;
+  int64_t m;
+  int n;
+  int k;         // multiple of 8
+  int split;     // CTAs of a cluster, each with a part of k: 1 to 8
+  int stages;    // of each warp's FIFO: 1 to 8
+  int prefetch;  // 1: weights may be read before the predecessor has ended
+};
+
+struct TileParams {
+  float* y;  // [m, n], rows `y_stride` elements apart
+  int64_t y_stride;
+  int64_t m;
+  int n;
+  int k_blocks;       // of 128; the last may be partly outside, where copies bring zeros
+  int split;          // CTAs of a cluster that share a tile, each with a part of the k blocks
+  int token_tiles;    // of a cluster that share weights by multicast
+  int expert_tiles;   // of a cluster that share tokens by multicast
+  int expert_groups;  // ceil(expert tiles of the problem / expert_tiles)
+  int stages;
+  int prefetch;  // 1: weights may be read before the predecessor has ended
+};
+
+struct TopkParams {
+  const float* scores;  // [m, n] dense
+  const float* bias;    // [n] or null
+  int32_t* ids;         // [m, k] dense
+  float* weights;       // [m, k] dense
+  int64_t m;
+  int n, k;
+  int num_groups, topk_groups;
+  int sigmoid;      // else softmax
+  int renormalize;  // divide by the sum of the chosen
+  float scale;
+};
+
+}  // namespace hpc::router

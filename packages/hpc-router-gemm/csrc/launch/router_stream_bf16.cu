@@ -1,0 +1,4 @@
+#include "launch/router_stream.cuh"
+
+template void hpc::router::launch_stream<hpc::router::Weight::kBf16>(const hpc::router::Gemm&,
+                                                                     const hpc::router::Config&, cudaStream_t);
