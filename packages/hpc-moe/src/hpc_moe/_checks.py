@@ -113,7 +113,7 @@ def check_number(name: str, value: Any, positive: bool) -> float:
     """``value`` as a finite float; TypeError for other types, ValueError for a value out of range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         fail(WHERE, name, "a float", f"{type(value).__name__} {value!r}", TypeError)
-    if not math.isfinite(value) or (positive and value <= 0):
+    if not -math.inf < value < math.inf or (positive and value <= 0):  # math.isfinite does not trace
         fail(WHERE, name, "a positive finite number" if positive else "a finite number", value)
     return float(value)
 
