@@ -43,7 +43,7 @@ def test_update_writes_the_right_map_over_any_contents(batch, shape, seed, head_
     dirty_(plan.map, seed)
     plan.update(int32(batch))
     assert faults(plan, batch) == []
-    assert plan.batch == len(batch) and plan.fresh
+    assert plan.batch == len(batch)
 
 
 def test_a_new_plan_holds_an_empty_batch():

@@ -31,6 +31,10 @@ struct DecodeConfig {
 
 constexpr int kv_bytes(KvKind kv) { return kv == KvKind::kE4m3 ? 1 : 2; }
 
+// CTAs of an SM that share a plan's work, where more would fit too: one with all of the SM's loads in flight leaves fewer
+// partial results, and room for the next call's CTA, which fills its rings while this one ends.
+constexpr int kDecodeCtasPerSm = 1;
+
 // Slices in flight a warp: 64 KB a CTA (128 KB for large rows, which come in larger stages).
 constexpr int decode_stages(KvKind kv, int head_dim) {
   const int bytes = 2 * kSliceTokens * head_dim * kv_bytes(kv) * kDecodeWarps;  // a stage of a CTA

@@ -1,5 +1,7 @@
 #include "launch/decode.hpp"
 
+#include <algorithm>
+
 #include "hpc/launch.hpp"
 #include "kernels/combine.cuh"
 
@@ -20,7 +22,10 @@ DecodeKernel find_kernel(const DecodeProblem& problem, const DecodeConfig& confi
 
 int decode_ctas_per_sm(const DecodeProblem& problem) {
   const DecodeConfig config = decode_config(problem);
-  return resident_ctas_per_sm(find_kernel(problem, config), kDecodeThreads, config.smem_bytes);
+  const int resident = resident_ctas_per_sm(find_kernel(problem, config), kDecodeThreads, config.smem_bytes);
+  check(resident > 0, "hpc_attention.decode", "device", text(config.smem_bytes, " bytes of shared memory a block"),
+        "less");
+  return std::min(resident, kDecodeCtasPerSm);
 }
 
 void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int32_t num_ctas, int32_t combine_ctas,

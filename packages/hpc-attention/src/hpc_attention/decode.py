@@ -5,7 +5,7 @@ from hpc_common.checks import fail
 from hpc_common.schedule import DecodeSchedule
 
 from . import _checks as checks
-from . import _cpu
+from . import _cpu, _cuda
 from .library import register
 from .plan import DecodePlan
 from .support import features
@@ -193,8 +193,13 @@ def _decode_cuda(
     batch_invariant: bool,
 ) -> None:
     _check_device(q, k_cache, window, softcap, sinks, batch_invariant, q_len)
+    checks.check_alignment(_WHERE, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
     if checks.debug_values():
         _check_values(page_table, k_cache, plan_map)
+    _cuda.decode(
+        q, k_cache, v_cache, page_table, plan_map, workspace, out, lse, q_scale, k_scale, v_scale, sinks, k_factor,
+        v_factor, sm_scale, softcap, q_len, window, num_ctas, max_batch, max_seq_len, batch_invariant,
+    )  # fmt: skip
 
 
 _op = register("decode", _SCHEMA, _decode_cpu, _decode_cuda)

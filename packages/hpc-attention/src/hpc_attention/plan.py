@@ -10,6 +10,7 @@ from hpc_common.schedule import DecodeSchedule
 
 from . import _C
 from ._checks import debug_values
+from ._cuda import ctas_per_sm, map_updated
 from .library import register
 from .support import DTYPES_16, FP8, MAX_BATCH, MAX_SEQ_LEN, limit_error
 
@@ -22,23 +23,13 @@ _SCHEMA = (
 )
 
 
-def resident_ctas_per_sm(device: torch.device, kv_dtype: torch.dtype, head_dim: int, rows: int) -> int:
-    """CTAs of the attention kernel that live on one SM of ``device`` together; the plan spreads its work over them.
-
-    rows: query rows of one KV head. A plan for CTAs that are not resident runs in unequal waves, so this must be the
-    occupancy of the kernel that decode launches for the same arguments.
-    """
-    del device, kv_dtype, head_dim, rows
-    return 1
-
-
 @dataclass(frozen=True)
 class PlanSizes:
     """What a plan allocates, and the figures it follows from.
 
     num_ctas: CTAs that share the work. rows: query rows of one KV head. min_tiles: least tiles worth a CTA of its own.
     partial_slots: pieces whose partial results can live at once. map_bytes, workspace_bytes: of the two buffers; the
-    workspace holds head_dim + 2 fp32 numbers for each row of each slot.
+    workspace holds head_dim + 2 fp32 numbers for each row (rounded up to 8) of each slot.
     """
 
     num_ctas: int
@@ -71,8 +62,7 @@ class DecodePlan:
             default a new one.
 
     Attributes: the arguments; ``map`` [map_bytes] uint8 and ``workspace``, on the device; ``batch``, requests of the
-    last update; ``rows``, ``min_tiles``, ``partial_slots``, ``workspace_bytes`` as in PlanSizes; ``fresh``, set by
-    ``update`` for whoever launches next on the stream.
+    last update; ``rows``, ``min_tiles``, ``partial_slots``, ``workspace_bytes`` as in PlanSizes.
 
     Raises TypeError for a wrong type or dtype, ValueError for a value out of range, a device that runs no plan, or a
     workspace too small; the message names argument, expected and got.
@@ -117,7 +107,6 @@ class DecodePlan:
         _C.plan_update_cpu(none.data_ptr(), 0, self.map.data_ptr(), sizes.map_bytes, *self._shape())
         self.map = self.map.to(self.device)
         self.batch = 0
-        self.fresh = False
 
     @staticmethod
     def sizes(
@@ -195,7 +184,6 @@ class DecodePlan:
         check_same_device(_UPDATE, "seq_lens", seq_lens, self.device, "the plan")
         _op(seq_lens, self.map, *self._shape())
         self.batch = seq_lens.shape[0]
-        self.fresh = True
 
     def host_map(self) -> DecodeSchedule:
         """The map parsed on the host, with every field of ``hpc_common.schedule.DecodeSchedule``. Synchronises."""
@@ -227,7 +215,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 def _num_ctas(device: torch.device, kv_dtype: torch.dtype, head_dim: int, rows: int) -> int:
     if device.type == "cpu":
         return _CPU_CTAS
-    return capability(device).num_sms * resident_ctas_per_sm(device, kv_dtype, head_dim, rows)
+    return capability(device).num_sms * ctas_per_sm(device, kv_dtype, head_dim, rows)
 
 
 def _check_workspace(workspace: Any, device: torch.device, needed: int) -> None:
@@ -253,6 +241,7 @@ def _update_cuda(seq_lens: torch.Tensor, map: torch.Tensor, *shape: Any) -> None
     _C.plan_update_cuda(
         device.index, stream, seq_lens.data_ptr(), seq_lens.shape[0], map.data_ptr(), map.numel(), *shape
     )
+    map_updated(map)
 
 
 def _check_lengths(seq_lens: torch.Tensor, max_seq_len: int) -> None:
