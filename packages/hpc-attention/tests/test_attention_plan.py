@@ -48,7 +48,7 @@ def test_update_writes_the_right_map_over_any_contents(batch, shape, seed, head_
 
 def test_a_new_plan_holds_an_empty_batch():
     plan = plan_of()
-    assert faults(plan, []) == [] and plan.batch == 0 and not plan.fresh
+    assert faults(plan, []) == [] and plan.batch == 0
     assert "0 requests" in plan.describe()
 
 
