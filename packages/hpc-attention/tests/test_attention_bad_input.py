@@ -116,6 +116,8 @@ BAD: list[tuple[str, type[Exception], str, Change]] = [
     ("out dtype", TypeError, r"out: expected dtype torch.bfloat16, got torch.float32",
      lambda x: {"out": torch.empty_like(x.q, dtype=torch.float32)}),
     ("out shape", ValueError, r"out: expected shape \[2, 4, 64\]", lambda x: {"out": torch.empty_like(x.q)[:1]}),
+    ("out overlap", ValueError, r"out: expected rows that do not overlap, got stride\(0\) 0",
+     lambda x: {"out": torch.empty_like(x.q)[:1].expand(2, -1, -1)}),
     ("out stride", ValueError, r"out: expected stride\(\d\) to be a multiple of 16 bytes",
      lambda x: {"out": odd_rows(x.q)}),
 ]  # fmt: skip

@@ -137,10 +137,13 @@ def out_dtype(q: torch.Tensor) -> torch.dtype:
 
 
 def check_out(where: str, out: torch.Tensor, q: torch.Tensor) -> None:
-    """A caller's ``out``: q's shape, the output's dtype, rows that 16-byte stores take."""
+    """A caller's ``out``: q's shape, the output's dtype, rows that 16-byte stores take and that lie apart."""
     check_dtype(where, "out", out, (out_dtype(q),))
     check_shape(where, "out", out, tuple(q.shape))
     check_strides_16(where, "out", out)
+    for dim in range(2):
+        if out.shape[dim] > 1 and out.stride(dim) == 0:
+            fail(where, "out", "rows that do not overlap", f"stride({dim}) 0 ({shape_text(out)})")
     check_same_device(where, "out", out, q.device, "q")
 
 
