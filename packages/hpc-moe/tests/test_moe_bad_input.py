@@ -270,6 +270,7 @@ def test_a_workspace_one_byte_too_small(kind: tuple[str, str], tokens: int, moe_
     config = hpc_moe._C.make_config(
         num_tokens=tokens, top_k=4, num_local_experts=8, num_experts=8, hidden=384, intermediate=256,
         quant=hpc_moe.quant.quant_name(case.quant), x_is_bf16=case.x.dtype == torch.bfloat16,
+        num_sms=capability.capability(case.x.device).num_sms,
     )  # fmt: skip
     need = config.layout.bytes
     buffer = torch.empty(need, dtype=torch.uint8, device=case.x.device)

