@@ -3,17 +3,37 @@
 // nanobind turns std::invalid_argument into ValueError and std::runtime_error into RuntimeError.
 #pragma once
 
-#include <sstream>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <type_traits>
 
 namespace hpc {
 
+// Appends a number or text. No iostream: an extension may carry a libstdc++ of its own beside the process's (a static
+// one), and the two share locale facets of different layouts.
+template <typename Part>
+void append_text(std::string& out, const Part& part) {
+  if constexpr (std::is_same_v<Part, bool>) {
+    out += part ? "true" : "false";
+  } else if constexpr (std::is_integral_v<Part> || std::is_enum_v<Part>) {
+    out += std::to_string(+part);
+  } else if constexpr (std::is_floating_point_v<Part>) {
+    char buffer[32];
+    std::snprintf(buffer, sizeof(buffer), "%g", static_cast<double>(part));
+    out += buffer;
+  } else {
+    out += std::string_view(part);
+  }
+}
+
+// The parts one after the other, as text.
 template <typename... Parts>
 std::string text(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
+  std::string out;
+  (append_text(out, parts), ...);
+  return out;
 }
 
 // Throws std::invalid_argument in the repository's wording.
