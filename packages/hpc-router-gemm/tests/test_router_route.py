@@ -172,8 +172,10 @@ def test_scores_that_probabilities_round_together_still_choose(device: str) -> N
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_signed_zeros_are_equal(device: str) -> None:
-    x = torch.zeros((1, 8), dtype=torch.bfloat16, device=device)
-    weight = torch.ones((6, 8), device=device)
+    # -2^-160 and 2^-160 are -0 and 0 in fp32.
+    x = torch.full((1, 8), 2.0**-80, dtype=torch.bfloat16, device=device)
+    weight = torch.zeros((6, 8), device=device)
+    weight[:, 0] = 2.0**-80
     weight[::2] *= -1
     assert route(x, RouterWeight(weight), 6)[0].tolist() == [[0, 1, 2, 3, 4, 5]]
 
@@ -211,6 +213,9 @@ def test_nan_experts_are_chosen_last(device: str) -> None:
     bias[0] = -math.inf
     ids, _ = route(x, RouterWeight(weight), 8, scoring="sigmoid", bias=bias)
     assert all(row[5:] == [0, 2, 6] for row in ids.tolist())  # NaN is below -inf
+    bias = torch.tensor([-9.0] * 4 + [0.0] * 4, device=device)
+    ids, _ = route(x, RouterWeight(weight), 4, scoring="sigmoid", bias=bias, num_groups=2)
+    assert all(set(row[:3]) == {4, 5, 7} and row[3] == 6 for row in ids.tolist())  # but above another group
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -176,6 +176,8 @@ def test_a_bad_weight_row_stays_in_its_column_and_does_as_fp32_would(terms: int,
 def test_equal_weight_rows_give_bit_equal_scores(values: str, terms: int, device: str) -> None:
     n, k = 203, 392
     for m in (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 100, 129, 257, 1024):
+        if values == "wide" and device == "cpu" and m > 33:
+            break  # a CPU adds those element by element
         x, weight = made(m, n, k, device, seed=m)
         if values == "wide":
             x, weight = (tensor.to(device) for tensor in cancelling(m, n, k, m))
@@ -189,7 +191,7 @@ def test_equal_weight_rows_give_bit_equal_scores(values: str, terms: int, device
 @pytest.mark.parametrize("terms", [1, 2, 3])
 @pytest.mark.parametrize("values", ["normal", "wide"])
 def test_batch_invariant_rows_do_not_depend_on_the_batch(values: str, terms: int, device: str) -> None:
-    n, k = 100, 648
+    n, k = 50, 328
     x, weight = made(300, n, k, device)
     if values == "wide":
         x, weight = (tensor.to(device) for tensor in cancelling(300, n, k, 1))
