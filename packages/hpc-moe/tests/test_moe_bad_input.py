@@ -338,7 +338,7 @@ def test_a_gpu_is_refused_by_the_table_alone(row: capability.Support, monkeypatc
 
 def test_is_supported() -> None:
     for quant in ("none", "block", "tensor"):
-        assert hpc_moe.is_supported(quant, device="cpu") and hpc_moe.unsupported_reason(quant, device="cpu") == ""
+        assert hpc_moe.is_supported(quant, device="cpu") and hpc_moe.why_not(quant, device="cpu") == ""
     assert hpc_moe.is_supported("block", E4M3, "cpu")
     with pytest.raises(ValueError, match="quant: expected none, block or tensor, got 'fp4'"):
         hpc_moe.is_supported("fp4")

@@ -248,7 +248,7 @@ def experts(
     per_expert = 3 * layer.shape.intermediate * layer.shape.hidden
     read = touched * per_expert
     tensors = [x, ids, weights, layer.w13, layer.w13_scale, layer.w2, layer.w2_scale]
-    why_not = "" if gpu is None else support.unsupported_reason("block", x.dtype, gpu)
+    why_not = "" if gpu is None else support.why_not("block", x.dtype, gpu)
     floor = timing.floor_us(read, 2 * ids.numel() * per_expert, FP8)
     out, outcome = _call("fused_moe", gpu, why_not, moe, tensors, read, floor)
     outcome.result = f"{list(out.shape)}, {touched} experts"

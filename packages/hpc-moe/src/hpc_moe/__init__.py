@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from .fused_moe import fused_moe
 from .quant import Fp8Block, Fp8Tensor, quantize_groups, quantize_static, quantize_weight
-from .support import is_supported, unsupported_reason
+from .support import is_supported, why_not
 from .workspace import MoeWorkspace, workspace_bytes
 
 __version__ = version("hpc-moe")
@@ -20,6 +20,6 @@ __all__ = [
     "quantize_groups",
     "quantize_static",
     "quantize_weight",
-    "unsupported_reason",
+    "why_not",
     "workspace_bytes",
 ]

@@ -1,7 +1,8 @@
 """What runs where: the table that the checks, the tests and the README are made from."""
 
 import torch
-from hpc_common.capability import Support, capability, require, why_not
+from hpc_common.capability import Support, capability, require
+from hpc_common.capability import why_not as _why_not
 from hpc_common.checks import fail
 
 # The row's author sets cuda=True when its kernel exists; value tests then also run on the GPU.
@@ -24,7 +25,7 @@ def feature(quant: str, x_dtype: torch.dtype) -> str:
     return f"{_NAMES[quant]}, {'e4m3' if x_dtype == torch.float8_e4m3fn else 'bf16'} x"
 
 
-def unsupported_reason(
+def why_not(
     quant: str = "block", x_dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None
 ) -> str:
     """Why ``fused_moe`` doesn't run so; "" where it does.
@@ -42,14 +43,14 @@ def unsupported_reason(
     if x_dtype not in allowed:
         fail(_WHERE, "x_dtype", " or ".join(str(each) for each in allowed), x_dtype)
     machine = capability(device)
-    return why_not(TABLE, "fused_moe", feature(quant, x_dtype), torch.device(machine.device))
+    return _why_not(TABLE, "fused_moe", feature(quant, x_dtype), torch.device(machine.device))
 
 
 def is_supported(
     quant: str = "block", x_dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None
 ) -> bool:
-    """Whether ``fused_moe`` runs with this quantisation and x dtype on ``device``; see ``unsupported_reason``."""
-    return not unsupported_reason(quant, x_dtype, device)
+    """Whether ``fused_moe`` runs with this quantisation and x dtype on ``device``; see ``why_not``."""
+    return not why_not(quant, x_dtype, device)
 
 
 def require_supported(where: str, quant: str, x_dtype: torch.dtype, device: torch.device) -> None:
