@@ -49,6 +49,18 @@ def test_equals_slow_planner(batch, shape):
     ]
 
 
+@pytest.mark.parametrize("q_len", range(1, 9))
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 127, 128, 129, 200, None])
+def test_tiles_are_those_some_row_sees(window, q_len):
+    """Every length to 300, row by row and position by position."""
+    rows = plan_decode(range(301), window=window, q_len=q_len).requests
+    for length in range(301):
+        ends = range(max(length - q_len + 1, 0), length + 1)
+        seen = {p // 64 for end in ends for p in range(0 if window is None else max(0, end - window), end)}
+        tiles = range(rows["first_tile"][length], rows["first_tile"][length] + rows["num_tiles"][length])
+        assert set(tiles) == seen, length
+
+
 @given(**SMALL)
 def test_cursor_lists_the_same_pieces(batch, shape):
     schedule = plan_decode(batch, **shape)
