@@ -56,7 +56,9 @@ def test_m2_local_and_global_expert_counts(kind: tuple[str, str], moe_case: Case
     assert mine.row_to_slot.equal(whole.row_to_slot[whole.offsets[48] : whole.offsets[64]])
 
 
-def test_m3_ids_are_global_on_every_rank(kind: tuple[str, str], moe_case: CaseMaker) -> None:
+def test_m3_ids_are_global_on_every_rank(
+    kind: tuple[str, str], moe_case: CaseMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = torch.tensor([[2, 3], [0, 5], [2, 7]])
     case = moe_case(kind, tokens=3, experts=8, ids=ids, dead=0.0)
     total = torch.zeros(case.x.shape, dtype=torch.float64)
@@ -68,6 +70,7 @@ def test_m3_ids_are_global_on_every_rank(kind: tuple[str, str], moe_case: CaseMa
         assert (result[~hit] == 0).all() and result[hit].abs().sum(1).gt(0).all()
         total += result.double().cpu()
     case.check(total)
+    monkeypatch.setenv("HPC_DEBUG", "1")  # a GPU looks at the ids only then
     with pytest.raises(ValueError, match=r"topk_ids: expected ids in \[-1, 8\), got 8 at token 0, slot 0"):
         case.but(topk_ids=torch.full_like(case.topk_ids, 8), ep_rank=0).run()
 
@@ -174,6 +177,19 @@ def test_m14_data_written_late_on_the_stream(moe_case: CaseMaker) -> None:
             x.view(torch.uint8).copy_(case.x.view(torch.uint8))
             ids.copy_(case.topk_ids)
             assert case.but(x=x, topk_ids=ids).run().equal(want)
+
+
+@pytest.mark.gpu
+def test_m3_a_gpu_skips_ids_out_of_range_unless_debugging(moe_case: CaseMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in filter(_runs, ("block-e4m3", "tensor-e4m3", "bf16")):
+        case = moe_case((kind, "cuda"))
+        for wild in (-2, 8, -(2**31), 2**31 - 1):
+            bad = case.but(topk_ids=torch.where(case.topk_ids < 0, wild, case.topk_ids))
+            monkeypatch.delenv("HPC_DEBUG", raising=False)
+            assert bad.run().equal(case.run())
+            monkeypatch.setenv("HPC_DEBUG", "1")
+            with pytest.raises(ValueError, match=f"topk_ids: expected ids in .* got {wild}"):
+                bad.run()
 
 
 def _runs(kind: str) -> bool:
