@@ -1,0 +1,307 @@
+"""What the router's kernels must do on a GPU, as plain functions for test_router_kernel_gpu.py and the device check.
+
+Each function yields (name, ok, facts). They call the extension below the support table, and force Configs by hand, so
+that every compiled tile is met. Nothing here needs pytest.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from hpc_router_gemm import _C, _cpu, _cuda
+from hpc_router_gemm.weight import split_terms
+
+CASES = {
+    (192, 4096): (1, 16, 48, 96, 208, 512, 1024, 2048, 4096),
+    (384, 3072): (1, 8, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    (768, 6144): (1, 8, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+}
+DEVICE = torch.device("cuda", 0)
+Checks = Iterator[tuple[str, bool, dict[str, Any]]]
+
+
+def result(name: str, ok: bool, **facts: Any) -> tuple[str, bool, dict[str, Any]]:
+    return name, bool(ok), facts
+
+
+def make_x(m: int, k: int, stride: int | None = None) -> torch.Tensor:
+    """[m, k] bf16 standard normal; with a stride, a view whose padding is NaN."""
+    stride = k if stride is None else stride
+    storage = torch.full((m, stride), math.nan, device=DEVICE, dtype=torch.bfloat16)
+    storage[:, :k] = torch.randn(m, k, device=DEVICE).to(torch.bfloat16)
+    return storage[:, :k]
+
+
+def make_config(x, weight, terms, **fields):
+    return _C.make_config(
+        m=x.shape[0],
+        n=weight.shape[0],
+        k=x.shape[1],
+        weight_is_bf16=weight.dtype == torch.bfloat16,
+        terms=terms,
+        **fields,
+    )
+
+
+def run(x, weight, terms, config=None, batch_invariant=False, updated=False):
+    out = torch.full((x.shape[0], weight.shape[0]), math.nan, device=DEVICE)
+    _cuda.router_gemm(x, weight, terms, batch_invariant, updated, out, config)
+    return out
+
+
+def error_use(y, x, weight, terms) -> tuple[float, float, float, float]:
+    """(rms error, largest error, share of the rms bound, share of the bound of the largest)."""
+    xd, wd = x.double(), weight.double()
+    error = y.double() - xd @ wd.T
+    lost = xd @ (sum(t.double() for t in split_terms(weight, terms)) - wd).T
+    f = 2.0**-23 * math.sqrt(x.shape[1]) * xd.square().mean().sqrt() * wd.square().mean(1).sqrt()
+    rms, largest = float(error.square().mean().sqrt()), float(error.abs().max())
+    rms_bound = 1.15 * float(lost.square().mean().sqrt()) + float(f.square().mean().sqrt())
+    largest_bound = 1.5 * float(lost.abs().max()) + 6 * float(f.max())
+    if not bool(error.isfinite().all()):
+        return math.inf, math.inf, math.inf, math.inf
+    return rms, largest, rms / rms_bound, largest / largest_bound
+
+
+def every_kernel() -> Checks:
+    """Each compiled tile with several clusters, on sizes that are multiples of nothing."""
+    for weight_type, terms in ((torch.float32, 2), (torch.float32, 3), (torch.float32, 1), (torch.bfloat16, 1)):
+        for m, n, k in ((203, 200, 1160), (7, 37, 4104)):
+            torch.manual_seed(m)
+            x = make_x(m, k, k + 8)
+            weight = torch.randn(n, k, device=DEVICE).to(weight_type)
+            fields = [
+                {"kernel": "stream", "rows": r, "tokens": t, "split": s, "stages": stages}
+                for (r, t), (s, stages) in itertools.product(_C.STREAM_TILES, ((1, 0), (3, 2), (8, 1)))
+            ]
+            clusters = (
+                (1, 1, 1),
+                (2, 1, 1),
+                (5, 1, 1),
+                (8, 1, 1),
+                (1, 2, 1),
+                (1, 4, 1),
+                (2, 2, 1),
+                (1, 1, 2),
+                (1, 2, 2),
+            )
+            fields += [
+                {
+                    "kernel": "tile",
+                    "rows": r,
+                    "k_groups": g,
+                    "tokens": t,
+                    "split": s,
+                    "token_tiles": a,
+                    "expert_tiles": b,
+                }
+                for (r, g, t), (s, a, b) in itertools.product(_C.WGMMA_TILES, clusters)
+            ]
+            for f in fields:
+                name = f"kernel {weight_type} terms={terms} {m}x{n}x{k} {f}"
+                try:
+                    config = make_config(x, weight, terms, **f)
+                except ValueError:
+                    continue
+                try:
+                    y = run(x, weight, terms, config)
+                    torch.cuda.synchronize()
+                except Exception as error:  # a sticky CUDA error ends the whole check
+                    yield result(name, False, error=str(error))
+                    return
+                rms, largest, rms_use, largest_use = error_use(y, x, weight, terms)
+                limit = 1.0 if terms == 2 else 40.0 if terms == 1 and weight_type == torch.bfloat16 else 8.0
+                yield result(
+                    name,
+                    rms_use <= limit and largest_use <= limit,
+                    rms=rms,
+                    largest=largest,
+                    use=(rms_use, largest_use),
+                )
+
+
+def values() -> Checks:
+    """Chosen configs against the bounds, for standard-normal and heavy-tailed weights; three terms against cuBLAS."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    shapes = [(m, n, k) for (n, k), ms in CASES.items() for m in ms if m <= 4096]
+    shapes += [
+        (m, n, k) for m in (1, 5, 33, 64, 100, 300) for n, k in ((256, 7168), (128, 2048), (896, 7168), (64, 2048))
+    ]
+    shapes += [(3, 1, 8), (17, 5, 24), (1, 1000, 20480), (129, 63, 120), (2000, 1, 4096)]
+    for m, n, k in shapes:
+        torch.manual_seed(m + n)
+        x = make_x(m, k)
+        weight = torch.randn(n, k, device=DEVICE)
+        y = run(x, weight, 2)
+        rms, largest, rms_use, largest_use = error_use(y, x, weight, 2)
+        yield result(
+            f"values terms=2 {n}x{k} m={m}",
+            rms_use <= 1 and largest_use <= 1,
+            rms=rms,
+            largest=largest,
+            use=(rms_use, largest_use),
+        )
+        y3 = run(x, weight, 3)
+        reference = x.double() @ weight.double().T
+        e3, eb = (y3.double() - reference).abs(), ((x.float() @ weight.T).double() - reference).abs()
+        facts = {
+            "rms": float(e3.square().mean().sqrt()),
+            "largest": float(e3.max()),
+            "cublas_rms": float(eb.square().mean().sqrt()),
+            "cublas_largest": float(eb.max()),
+        }
+        enough = m * n >= 100_000
+        ok = (
+            facts["rms"] <= facts["cublas_rms"] and facts["largest"] <= facts["cublas_largest"]
+            if enough
+            else bool(e3.isfinite().all()) and facts["rms"] <= 3 * facts["cublas_rms"] + 1e-6
+        )
+        yield result(f"values terms=3 {n}x{k} m={m}", ok, **facts)
+        if m * n >= 10_000:
+            heavy = weight.clone()
+            heavy[0] *= 1e4
+            heavy[1 % n] *= 1e-6
+            heavy[2 % n] *= 1e-39
+            yh = run(x, heavy, 2)
+            for row in range(min(3, n)):
+                part = error_use(yh[:, row : row + 1], x, heavy[row : row + 1], 2)
+                yield result(f"values heavy row {row} {n}x{k} m={m}", part[2] <= 1.3 and part[3] <= 1.3, use=part[2:])
+    # Near the largest finite, infinite and NaN weights.
+    x = torch.zeros(20, 512, device=DEVICE, dtype=torch.bfloat16)
+    x[:, 3] = 0.25
+    weight = torch.zeros(70, 512, device=DEVICE)
+    weight[:, 3] = torch.tensor([3.4e38, -3.4e38, math.inf, -math.inf, math.nan, 1.0, 3.402e38], device=DEVICE).repeat(
+        10
+    )
+    for terms, m in itertools.product((1, 2, 3), (1, 20)):
+        y = run(x[:m], weight, terms)
+        want = 0.25 * weight[:, 3].expand(m, -1)
+        close = torch.isclose(y, want, rtol=2.0**-8, atol=0, equal_nan=True)
+        yield result(f"extreme weights terms={terms} m={m}", bool(close.all()), got=y[0, :7].tolist())
+
+
+def promises() -> Checks:
+    """Determinism, equal rows, NaN rows, batch invariance, order of one-ulp rows, updates before a call."""
+    for n, k in ((192, 4096), (768, 6144), (200, 1160)):
+        weight = torch.randn(n, k, device=DEVICE)
+        weight[n // 2] = weight[0]
+        weight[n - 1] = weight[0]
+        x_all = make_x(1024, k)
+        alone = run(x_all[:1], weight, 2, batch_invariant=True)
+        for m in (1, 2, 7, 8, 9, 17, 33, 64, 65, 100, 129, 200, 300, 512, 777, 1024):
+            x = x_all[:m]
+            for terms in (2, 3):
+                y = run(x, weight, terms)
+                yield result(
+                    f"equal rows {n}x{k} m={m} terms={terms}",
+                    bool((y[:, 0] == y[:, n // 2]).all() and (y[:, 0] == y[:, n - 1]).all()),
+                )
+                same = all(bool(torch.equal(y, run(x, weight, terms))) for _ in range(5))
+                yield result(f"same bits {n}x{k} m={m} terms={terms}", same)
+            bad = x.clone()
+            bad[m // 2, k // 3] = math.nan
+            bad[m // 3, k - 1] = math.inf
+            yb, y = run(bad, weight, 2), run(x, weight, 2)
+            others = [i for i in range(m) if i not in (m // 2, m // 3)]
+            yield result(
+                f"NaN row {n}x{k} m={m}",
+                bool(
+                    torch.equal(yb[others], y[others]) and yb[m // 2].isnan().all() and not yb[m // 3].isfinite().any()
+                ),
+            )
+            yi = run(x, weight, 2, batch_invariant=True)
+            yield result(f"batch invariant {n}x{k} m={m}", bool(torch.equal(yi[:1], alone)))
+        for m in (1, 64, 512):
+            first = run(x_all[:m], weight, 2)
+            out = torch.empty_like(first)
+            different = torch.zeros((), device=DEVICE, dtype=torch.int64)
+            for _ in range(1000):
+                _cuda.router_gemm(x_all[:m], weight, 2, False, False, out)
+                different += (out != first).sum()
+            yield result(f"1000 runs {n}x{k} m={m}", int(different) == 0, different=int(different))
+    # One-hot tokens: three terms hold every bit of a weight.
+    k = 2048
+    weight = torch.randn(128, k, device=DEVICE)
+    ulp = (weight.view(torch.int32) + 1).view(torch.float32)
+    both = torch.cat([weight, ulp])
+    for m in (1, 40, 300):
+        x = torch.zeros(m, k, device=DEVICE, dtype=torch.bfloat16)
+        hot = torch.randint(0, k, (m,), device=DEVICE)
+        x[torch.arange(m, device=DEVICE), hot] = 1
+        y = run(x, both, 3)
+        yield result(f"one-hot m={m}", bool(torch.equal(y, both[:, hot].T)))
+    # x, or the weight, written by the kernel just before.
+    for m, (n, k) in itertools.product((1, 64, 512, 2048), ((192, 4096), (768, 6144))):
+        x, weight = make_x(m, k), torch.randn(n, k, device=DEVICE)
+        wants = [run(x * s, weight * s, 2) for s in (1, 2, 4)]
+        torch.cuda.synchronize()
+        xs, ws = x.clone(), weight.clone()
+        ok = True
+        for _ in range(20):
+            for s, want in zip((1, 2, 4), wants, strict=True):
+                torch.mul(weight, s, out=ws)
+                torch.mul(x, s, out=xs)
+                torch.mul(weight, s, out=ws)
+                ok &= bool(torch.equal(run(xs, ws, 2, updated=True), want))
+        yield result(f"written just before {n}x{k} m={m}", ok)
+
+
+def route() -> Checks:
+    """The choice of experts: exact ids where raw scores choose; weights against the CPU's."""
+    options = [
+        (256, 8, "softmax", False, 1, 1),
+        (256, 8, "sigmoid", True, 8, 4),
+        (192, 8, "softmax", True, 1, 1),
+        (384, 8, "softmax", False, 1, 1),
+        (896, 16, "softmax", False, 1, 1),
+        (128, 1, "sigmoid", False, 1, 1),
+        (768, 32, "sigmoid", True, 16, 3),
+        (5, 5, "softmax", False, 1, 1),
+        (2000, 40, "softmax", False, 1, 1),
+        (2048, 64, "sigmoid", True, 64, 7),
+        (1, 1, "softmax", False, 1, 1),
+        (96, 6, "softmax", True, 48, 5),
+    ]
+    for (n, k, scoring, biased, groups, best), m in itertools.product(options, (1, 77, 513)):
+        torch.manual_seed(n + m)
+        scores = torch.randn(m, n, device=DEVICE) * 2
+        scores[:, n // 2] = scores[:, 0]  # ties
+        if m > 10:
+            scores[3] = math.nan
+            scores[4, ::2] = -math.inf
+            scores[5] = 0
+        bias = torch.randn(n, device=DEVICE) * 0.2 if biased else None
+        ids, weights = (torch.full((m, k), -7, device=DEVICE, dtype=t) for t in (torch.int32, torch.float32))
+        _C.topk(
+            scores.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            m,
+            n,
+            k,
+            scoring == "sigmoid",
+            groups,
+            best,
+            True,
+            2.5,
+            0,
+            torch.cuda.current_stream().cuda_stream,
+        )
+        want_ids, want = torch.empty((m, k), dtype=torch.int32), torch.empty((m, k))
+        _cpu.choose(
+            scores.cpu(), k, scoring, None if bias is None else bias.cpu(), groups, best, True, 2.5, want_ids, want
+        )
+        wrong = int((ids.cpu() != want_ids).any(1).sum())
+        exact = not biased and groups == 1
+        same = (ids.cpu() == want_ids).all(1)
+        close = torch.isclose(weights.cpu()[same], want[same], rtol=3e-6, atol=1e-7, equal_nan=True).all()
+        distinct = all(len(set(row)) == k for row in ids.tolist())
+        yield result(
+            f"topk n={n} k={k} {scoring} bias={biased} groups={groups}/{best} m={m}",
+            (wrong == 0 if exact else wrong <= 0.02 * m) and bool(close) and distinct,
+            wrong=wrong,
+            close=bool(close),
+        )

@@ -1,0 +1,81 @@
+"""Problem -> Config of the kernels: every problem gets a legal Config, and what must not depend on M doesn't."""
+
+import pytest
+from hpc_router_gemm import _C
+from hypothesis import given
+from hypothesis import strategies as st
+
+SMEM_LIMIT = 227 * 1024
+
+problems = st.fixed_dictionaries(
+    {
+        "m": st.one_of(st.integers(1, 64), st.integers(1, 300_000)),
+        "n": st.one_of(st.integers(1, 1024), st.integers(1, 100_000)),
+        "k": st.integers(1, 2_000).map(lambda i: 8 * i),
+        "terms": st.integers(1, 3),
+        "weight_is_bf16": st.booleans(),
+    }
+)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@given(problems)
+def test_config_is_legal_and_covers_the_problem(problem: dict) -> None:
+    c = _C.choose_config(**problem)
+    assert 1 <= c.split * c.token_tiles * c.expert_tiles <= 8
+    assert 0 < c.smem_bytes <= SMEM_LIMIT
+    tiles = (c.rows, c.tokens) if c.kernel == "stream" else (c.rows, c.k_groups, c.tokens)
+    assert tiles in (_C.STREAM_TILES if c.kernel == "stream" else _C.WGMMA_TILES)
+    token_tiles = _ceil(_ceil(problem["m"], c.tokens), c.token_tiles) * c.token_tiles
+    expert_tiles = _ceil(_ceil(problem["n"], c.rows), c.expert_tiles) * c.expert_tiles
+    assert c.ctas == token_tiles * expert_tiles * c.split
+    assert c.stages >= (1 if c.kernel == "stream" else 2 * c.k_groups)
+    # A split rank has work: k in steps of 32 for 8 warps, or in blocks of 128.
+    if c.kernel == "tile":
+        assert c.split <= _ceil(problem["k"], 128)
+    # The same Config by hand is accepted and the same.
+    fields = {name: getattr(c, name) for name in ("kernel", "rows", "tokens", "k_groups", "split", "token_tiles")}
+    assert repr(_C.make_config(**problem, **fields, expert_tiles=c.expert_tiles, stages=c.stages)) == repr(c)
+
+
+@given(problems, st.integers(1, 5000))
+def test_batch_invariant_order_does_not_depend_on_m(problem: dict, other_m: int) -> None:
+    one = _C.choose_config(**problem, batch_invariant=True)
+    other = _C.choose_config(**{**problem, "m": other_m}, batch_invariant=True)
+    # What decides the order of a score's sum: the kernel, and into how many parts k is cut.
+    assert (one.kernel, one.split, one.k_groups) == (other.kernel, other.split, other.k_groups)
+
+
+@given(problems)
+def test_two_terms_never_sum_more_than_256_of_k_unpromoted(problem: dict) -> None:
+    problem = {**problem, "terms": 2, "weight_is_bf16": False, "k": min(problem["k"], 16_384)}
+    c = _C.choose_config(**problem)
+    if c.kernel == "stream":
+        steps = _ceil(problem["k"], 32)
+        assert _ceil(steps, 8 * c.split) * 32 <= 256
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kernel": "stream", "rows": 64, "tokens": 8},
+        {"kernel": "stream", "rows": 16, "tokens": 8, "split": 9},
+        {"kernel": "tile", "rows": 64, "tokens": 64, "k_groups": 1},
+        {"kernel": "tile", "rows": 64, "tokens": 64, "k_groups": 2, "split": 4, "token_tiles": 4},
+        {"kernel": "tile", "rows": 64, "tokens": 104, "k_groups": 2, "expert_tiles": 2},
+        {"kernel": "tile", "rows": 128, "tokens": 192, "k_groups": 1, "stages": 16},
+        {"kernel": "tile", "rows": 64, "tokens": 64, "k_groups": 2, "stages": 3},
+    ],
+)
+def test_illegal_configs_are_refused(fields: dict) -> None:
+    with pytest.raises(ValueError, match="config: expected"):
+        _C.make_config(m=1000, n=768, k=6144, **fields)
+
+
+@pytest.mark.parametrize("sizes", [{"m": 0, "n": 8, "k": 8}, {"m": 1, "n": 0, "k": 8}, {"m": 1, "n": 8, "k": 12}])
+def test_sizes_out_of_range(sizes: dict) -> None:
+    with pytest.raises(ValueError, match="hpc_router_gemm.config"):
+        _C.choose_config(**sizes)
