@@ -13,7 +13,7 @@ import hpc_router_gemm
 import pytest
 import torch
 from hpc_common import schedule as decode_schedule
-from hpc_tools import checks, cli, demo, operators, picture, report, schedules
+from hpc_tools import checks, cli, demo, operators, picture, report, schedules, steps
 from hpc_tools.checks import Check
 from hpc_tools.demo import Batch, choose_batch, run
 from hpc_tools.errors import InputError
@@ -317,3 +317,37 @@ def test_demo_on_a_gpu_times_what_runs_there() -> None:
     assert planned.device.startswith("cuda") and planned.microseconds > planned.floor > 0
     for outcome in result.outcomes:
         assert outcome.microseconds is not None if outcome.device.startswith("cuda") else "CPU copies" in outcome.note
+
+
+def test_every_operator_is_asked_in_its_own_words() -> None:
+    """The questions that only a GPU machine asks, put for the CPU, where everything runs."""
+    layer = make_layer(SMALL, [5], 0)
+    for operator in ("decode", "router_gemm", "route", "fused_moe"):
+        assert steps.why_not(operator, layer, torch.device("cpu")) == ""
+        assert steps.why_not(operator, layer, None) == ""
+
+
+def test_without_a_kernel_an_operator_runs_on_cpu_copies() -> None:
+    tensor = torch.ones(2)
+    result, outcome = steps._call("run", torch.device("cuda"), "comes later", lambda x: x.sum, [tensor], 8, 1.0)
+    assert float(result) == 2 and (outcome.device, outcome.note) == ("cpu", "CPU copies: comes later")
+    assert outcome.milliseconds is not None and outcome.microseconds is None
+
+
+@pytest.mark.parametrize("cold_bytes", [0, 100e6])
+def test_with_a_kernel_it_is_timed_over_buffer_sets(monkeypatch: pytest.MonkeyPatch, cold_bytes: float) -> None:
+    """A device that is no CPU, as far as it goes without one: every set has its own tensors; time stands by floor."""
+    made = []
+
+    def make(x: torch.Tensor) -> Callable:
+        made.append(x)
+        return lambda: x
+
+    def measure(candidates: list, device: torch.device) -> list:
+        assert [call() for call in candidates[0].calls] == made and device.type == "meta"
+        return [types.SimpleNamespace(us=7.5)]
+
+    monkeypatch.setattr(steps.timing, "measure", measure)
+    _, outcome = steps._call("run", torch.device("meta"), "", make, [torch.ones(2)], cold_bytes, 1.5)
+    assert len(made) == (4 if cold_bytes else 1) and len({id(x) for x in made}) == len(made)
+    assert (outcome.microseconds, outcome.floor, outcome.milliseconds, outcome.note) == (7.5, 1.5, None, "")

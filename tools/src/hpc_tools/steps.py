@@ -53,7 +53,7 @@ class Outcome:
 def _call(
     operator: str,
     gpu: torch.device | None,
-    why_not: str,
+    refusal: str,
     make: Callable[..., Callable[[], Any]],
     tensors: Sequence[torch.Tensor],
     cold_bytes: float,
@@ -62,11 +62,11 @@ def _call(
     """One call of an operator where it runs, timed.
 
     Args:
-        why_not: the operator's own reason not to run this on the GPU; "" where it does.
+        refusal: why the operator does not run this on the GPU; "" where it does.
         make: from tensors on one device to the call without arguments; called once for each buffer set.
         tensors: the inputs, on the CPU. cold_bytes: what a call reads of them. floor: its least time in microseconds.
     """
-    device, note = (gpu, "") if gpu is not None and not why_not else (HOST, why_not and f"CPU copies: {why_not}")
+    device, note = (gpu, "") if gpu is not None and not refusal else (HOST, refusal and f"CPU copies: {refusal}")
     call = make(*(tensor.to(device) for tensor in tensors))
     start = time.perf_counter()
     result = call()
@@ -79,6 +79,32 @@ def _call(
     (row,) = timing.measure([timing.Candidate(operator, "demo", "ours", calls)], device=device)
     outcome.microseconds, outcome.floor = row.us, floor
     return result, outcome
+
+
+def why_not(operator: str, layer: Layer, device: torch.device | None) -> str:
+    """An operator's own reason not to run this layer on ``device``, from its capability table; "" where it runs.
+
+    device: None for no GPU, which needs no reason.
+    """
+    if device is None:
+        return ""
+    if operator == "decode":
+        shape = layer.shape
+        return (
+            operators.find("hpc_attention")
+            .load()
+            .why_not(
+                kv_dtype=FP8,
+                head_dim=shape.head_dim,
+                num_q_heads=shape.num_q_heads,
+                num_kv_heads=shape.num_kv_heads,
+                page_size=shape.page_size,
+                device=device,
+            )
+        )
+    if operator == "fused_moe":
+        return operators.find("hpc_moe").load().why_not("block", torch.bfloat16, device)
+    return operators.find("hpc_router_gemm").load().why_not(operator, device=device, terms=TERMS)
 
 
 def _text(tensor: torch.Tensor) -> str:
@@ -119,7 +145,7 @@ def attention(
     if not entry.usable:
         schedule = plan_decode(lengths, shape.num_kv_heads, CTAS_WITHOUT_GPU)
         return [Outcome("decode", note=entry.missing)], reference.to(torch.bfloat16), schedule
-    module, support = entry.load(), entry.load("support")
+    module = entry.load()
 
     def new_plan(device: torch.device) -> Any:
         return module.DecodePlan(
@@ -163,21 +189,11 @@ def attention(
         scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
         return lambda: module.decode(q, k, v, table, own, **scales, return_lse=True)
 
-    why_not = (
-        ""
-        if gpu is None
-        else support.why_not(
-            kv_dtype=FP8,
-            head_dim=shape.head_dim,
-            num_q_heads=shape.num_q_heads,
-            num_kv_heads=shape.num_kv_heads,
-            page_size=shape.page_size,
-            device=gpu,
-        )
-    )
     tensors = [layer.q, cache.k_cache, cache.v_cache, cache.page_table, cache.seq_lens]
     read = 2 * sum(lengths) * shape.num_kv_heads * shape.head_dim
-    (out, lse), outcome = _call("decode", gpu, why_not, decode, tensors, read, timing.floor_us(read))
+    (out, lse), outcome = _call(
+        "decode", gpu, why_not("decode", layer, gpu), decode, tensors, read, timing.floor_us(read)
+    )
     outcome.result = _text(out)
     outcome.checks = checks.attention(out, lse, reference, reference_lse)
     progress.advance()
@@ -194,20 +210,17 @@ def router(
     if not entry.usable:
         chosen = router_reference.route(router_reference.scores(x, weight), k)
         return [Outcome("route", note=entry.missing)], chosen.ids.int(), chosen.weights.float()
-    module, support = entry.load(), entry.load("support")
+    module = entry.load()
     experts, hidden = weight.shape
     read = weight.numel() * 4 + x.numel() * 2
     operations = 2 * TERMS * len(x) * experts * hidden
-
-    def refusal(operator: str) -> str:
-        return "" if gpu is None else support.why_not(operator, device=gpu, terms=TERMS)
 
     def product(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], Any]:
         owned = module.RouterWeight(weight, terms=TERMS)
         return lambda: module.router_gemm(x, owned)
 
     floor = timing.floor_us(read + len(x) * experts * 4, operations)
-    scores, first = _call("router_gemm", gpu, refusal("router_gemm"), product, [x, weight], read, floor)
+    scores, first = _call("router_gemm", gpu, why_not("router_gemm", layer, gpu), product, [x, weight], read, floor)
     first.result = _text(scores)
     first.checks = checks.scores(scores, x, weight, TERMS)
     progress.advance()
@@ -217,7 +230,7 @@ def router(
         return lambda: module.route(x, owned, k)
 
     floor = timing.floor_us(read, operations)
-    (ids, weights), second = _call("route", gpu, refusal("route"), choice, [x, weight], read, floor)
+    (ids, weights), second = _call("route", gpu, why_not("route", layer, gpu), choice, [x, weight], read, floor)
     second.checks, decided = checks.route(ids, weights, x, weight, TERMS)
     second.result = f"top {k}, {decided}/{len(x)} decided"
     progress.advance()
@@ -237,7 +250,7 @@ def experts(
     entry = operators.find("hpc_moe")
     if not entry.usable:
         return [Outcome("fused_moe", note=entry.missing)]
-    module, support = entry.load(), entry.load("support")
+    module = entry.load()
 
     def moe(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> Callable[[], Any]:
         w13, w13_scale, w2, w2_scale = parameters
@@ -248,9 +261,8 @@ def experts(
     per_expert = 3 * layer.shape.intermediate * layer.shape.hidden
     read = touched * per_expert
     tensors = [x, ids, weights, layer.w13, layer.w13_scale, layer.w2, layer.w2_scale]
-    why_not = "" if gpu is None else support.why_not("block", x.dtype, gpu)
     floor = timing.floor_us(read, 2 * ids.numel() * per_expert, FP8)
-    out, outcome = _call("fused_moe", gpu, why_not, moe, tensors, read, floor)
+    out, outcome = _call("fused_moe", gpu, why_not("fused_moe", layer, gpu), moe, tensors, read, floor)
     outcome.result = f"{list(out.shape)}, {touched} experts"
     progress.advance()
     reference = moe_reference.fused_moe(
