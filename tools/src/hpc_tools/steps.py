@@ -178,7 +178,7 @@ def attention(
         max_batch=plan.max_batch,
         min_tiles=plan.min_tiles,
     )
-    planned.result = f"{schedule.total_tiles} tiles on {schedule.used_ctas} CTAs"
+    planned.result = f"{schedule.total_tiles:,} tiles on {schedule.used_ctas} CTAs"
     planned.checks = checks.plan(schedule, host, lengths)
     progress.advance()
 
