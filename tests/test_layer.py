@@ -43,7 +43,7 @@ def all_on_gpu() -> bool:
         "fused_moe": (hpc_moe.support, ["block FP8, bf16 x"]),
     }
     return all(
-        lookup(getattr(support, "TABLE", None) or support.SUPPORT, operator, feature).cuda
+        lookup(support.SUPPORT, operator, feature).cuda
         for operator, (support, features) in tables.items()
         for feature in features
     )

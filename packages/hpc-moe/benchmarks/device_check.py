@@ -26,7 +26,7 @@ from hpc_moe import _C, support
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU: a rehearsal of the script itself
 LIMIT, LIMIT_TOKEN = 0.006, 0.02  # relative RMS over the output, and in any token
-support.TABLE = tuple(dataclasses.replace(row, cuda=True) for row in support.TABLE)
+support.SUPPORT = tuple(dataclasses.replace(row, cuda=True) for row in support.SUPPORT)
 
 
 @dataclasses.dataclass

@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         only = metafunc.definition.get_closest_marker("kinds")
         params = []
         for kind in only.args if only else KINDS:
-            for device in device_params(support.TABLE, "fused_moe", KINDS[kind][2]):
+            for device in device_params(support.SUPPORT, "fused_moe", KINDS[kind][2]):
                 name, marks = (device, ()) if isinstance(device, str) else (device.values[0], device.marks)
                 params.append(pytest.param((kind, name), marks=marks, id=f"{kind}-{name}"))
         metafunc.parametrize("kind", params)

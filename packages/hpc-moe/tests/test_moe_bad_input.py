@@ -320,7 +320,7 @@ AMPERE = replace(
 )
 
 
-@pytest.mark.parametrize("row", support.TABLE, ids=lambda row: row.feature)
+@pytest.mark.parametrize("row", support.SUPPORT, ids=lambda row: row.feature)
 def test_a_gpu_is_refused_by_the_table_alone(row: capability.Support, monkeypatch: pytest.MonkeyPatch) -> None:
     quant = {"block FP8": "block", "per-tensor FP8": "tensor", "bf16 weights": "none"}[row.feature.split(",")[0]]
     x_dtype = E4M3 if "e4m3 x" in row.feature else torch.bfloat16

@@ -89,8 +89,7 @@ def find(module: str) -> Installed:
 
 def support_rows(entry: Installed) -> Iterable[Support]:
     """The capability table of a usable package."""
-    support = entry.load("support")
-    return support.TABLE if hasattr(support, "TABLE") else support.SUPPORT
+    return entry.load("support").SUPPORT
 
 
 def builds() -> dict[str, Any]:

@@ -6,7 +6,7 @@ from hpc_common.capability import why_not as _why_not
 from hpc_common.checks import fail
 
 # The row's author sets cuda=True when its kernel exists; value tests then also run on the GPU.
-TABLE = (
+SUPPORT = (
     Support("fused_moe", "block FP8, bf16 x", note="no GPU kernel yet; CPU tensors run"),
     Support("fused_moe", "block FP8, e4m3 x", note="no GPU kernel yet; CPU tensors run"),
     Support("fused_moe", "per-tensor FP8, bf16 x", note="no GPU kernel yet; CPU tensors run"),
@@ -43,7 +43,7 @@ def why_not(
     if x_dtype not in allowed:
         fail(_WHERE, "x_dtype", " or ".join(str(each) for each in allowed), x_dtype)
     machine = capability(device)
-    return _why_not(TABLE, "fused_moe", feature(quant, x_dtype), torch.device(machine.device))
+    return _why_not(SUPPORT, "fused_moe", feature(quant, x_dtype), torch.device(machine.device))
 
 
 def is_supported(
@@ -55,4 +55,4 @@ def is_supported(
 
 def require_supported(where: str, quant: str, x_dtype: torch.dtype, device: torch.device) -> None:
     """ValueError, saying why, unless the table has it running on ``device``."""
-    require(where, TABLE, "fused_moe", feature(quant, x_dtype), device)
+    require(where, SUPPORT, "fused_moe", feature(quant, x_dtype), device)
