@@ -1,6 +1,6 @@
-// A FIFO in shared memory that is private to each lane: what a lane asks for with cp.async, the same lane reads back with
-// LDS.128. So there is no barrier, no swizzle, no bank conflict and no descriptor in a streaming loop, and a warp never
-// waits for another. Lanes address global memory freely: any strides, any gather.
+// A FIFO in shared memory that is private to each lane: what a lane asks for with cp.async, the same lane reads back
+// with LDS.128. So there is no barrier, no swizzle, no bank conflict and no descriptor in a streaming loop, and a warp
+// never waits for another. Lanes address global memory freely: any strides, any gather.
 //
 // A ring has kSlots slots; a slot has kVectors vectors of 16 bytes a lane, stored [slot][vector][lane]. One pointer is
 // enough, for the slot that was just read is the one to be filled next:
@@ -13,8 +13,8 @@
 // A slot may be filled in several groups (attention: keys, then values): all of them count in cp_async_wait. Fill a
 // vector again only behind instructions that use what was read from it.
 //
-// Measured on an H200 (134 MB, 8 warps an SM): 32 KB in flight an SM read 4.26 TB/s, 64 KB 4.37, 128 KB 4.39. Two CTAs an
-// SM want at most 48 KB each. cp.async with an L2 cache policy is an illegal instruction there; L2::128B works.
+// Measured on an H200 (134 MB, 8 warps an SM): 32 KB in flight an SM read 4.26 TB/s, 64 KB 4.37, 128 KB 4.39. Two CTAs
+// an SM want at most 48 KB each. cp.async with an L2 cache policy is an illegal instruction there; L2::128B works.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,9 @@ __device__ __forceinline__ void cp_async4(uint32_t shared, const void* global, i
 }
 
 // Closes the group of this thread's copies since the last commit (an empty group is a group too).
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Returns when at most kPending of this thread's groups are unfinished; what they wrote is then visible to this thread.
 template <int kPending>
@@ -62,6 +64,16 @@ __device__ __forceinline__ uint4 lds128(uint32_t shared) {
                : "r"(shared)
                : "memory");
   return v;
+}
+
+__device__ __forceinline__ uint2 lds64(uint32_t shared) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void sts32(uint32_t shared, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(v) : "memory");
 }
 
 __device__ __forceinline__ void sts128(uint32_t shared, uint4 v) {

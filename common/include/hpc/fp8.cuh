@@ -1,6 +1,6 @@
 // e4m3 values on their way to 16-bit matrix products. sm_90a converts e4m3 to fp16 only (exactly, subnormals and NaN
-// included; one F2FP for two values), never to bf16, and its mma.sync on e4m3 is the same conversion in disguise: convert
-// once and multiply in fp16.
+// included; one F2FP for two values), never to bf16, and its mma.sync on e4m3 is the same conversion in disguise:
+// convert once and multiply in fp16.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,19 @@ __device__ __forceinline__ void e4m3x4_to_half2x2(uint32_t bytes, uint32_t& low,
 }
 
 // Bytes 0 1 of `a` and `b` as a0 b0 a1 b1: pairs of the same column of two rows.
-__device__ __forceinline__ uint32_t interleave_bytes_low(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5140); }
+__device__ __forceinline__ uint32_t interleave_bytes_low(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x5140);
+}
 // Bytes 2 3 of `a` and `b` as a2 b2 a3 b3.
-__device__ __forceinline__ uint32_t interleave_bytes_high(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7362); }
+__device__ __forceinline__ uint32_t interleave_bytes_high(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x7362);
+}
 // The same for 16-bit values: low halves of `a` and `b`, high halves of `a` and `b`.
-__device__ __forceinline__ uint32_t interleave_halves_low(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
-__device__ __forceinline__ uint32_t interleave_halves_high(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
+__device__ __forceinline__ uint32_t interleave_halves_low(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x5410);
+}
+__device__ __forceinline__ uint32_t interleave_halves_high(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x7632);
+}
 
 }  // namespace hpc

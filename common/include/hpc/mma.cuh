@@ -1,13 +1,13 @@
 // Warp-level matrix products of 16-bit values with fp32 accumulators, and the layout of their fragments.
 //
 // m16n8k16, lane = 4 g + t (g 0..7, t 0..3); a register holds two neighbours, the lower one in its low half:
-//   A (16 x 16): a0 = rows g,   k 2t 2t+1    a1 = row g+8, k 2t 2t+1    a2 = row g, k 2t+8 2t+9    a3 = row g+8, k 2t+8 2t+9
-//   B (16 x 8):  b0 = k 2t 2t+1, column g    b1 = k 2t+8 2t+9, column g
-//   C (16 x 8):  c0 c1 = row g, columns 2t 2t+1                         c2 c3 = row g+8, columns 2t 2t+1
+//   A (16 x 16): a0 = rows g,   k 2t 2t+1    a1 = row g+8, k 2t 2t+1    a2 = row g, k 2t+8 2t+9    a3 = row g+8, k 2t+8
+//   2t+9 B (16 x 8):  b0 = k 2t 2t+1, column g    b1 = k 2t+8 2t+9, column g C (16 x 8):  c0 c1 = row g, columns 2t
+//   2t+1                         c2 c3 = row g+8, columns 2t 2t+1
 //
 // The order of k is free as long as A and B use the same one. So a lane may take 16 contiguous bytes of "its" row of A
-// (bytes 16 t of every 64) and use them, word by word, as k 2t.. and 2t+8..: a row-major matrix goes straight from memory
-// to fragments, no ldmatrix and no shared layout, if the other operand is loaded in the same order.
+// (bytes 16 t of every 64) and use them, word by word, as k 2t.. and 2t+8..: a row-major matrix goes straight from
+// memory to fragments, no ldmatrix and no shared layout, if the other operand is loaded in the same order.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Decode attention for Python: raw addresses, sizes and strides in, two kernels on the caller's stream out. Metadata was
-// checked in Python; what would make a kernel touch memory that is not the caller's is checked here again.
+// Decode attention for Python: raw addresses, sizes and strides in, two kernels on the caller's stream out. Metadata
+// was checked in Python; what would make a kernel touch memory that is not the caller's is checked here again.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 
@@ -59,18 +59,18 @@ int decode_ctas_per_sm(int device, int kv, int32_t head_dim, int32_t rows) {
   return hpc::attention::decode_ctas_per_sm(problem_of(kv, head_dim, rows, true, 0));
 }
 
-void decode(int device, uint64_t stream, int kv, int query, int32_t head_dim, int32_t num_q_heads,
-            int32_t num_kv_heads, int32_t page_size, int64_t num_pages, int64_t max_pages, int32_t q_len, int32_t window,
-            int32_t num_ctas, int32_t max_batch, bool batch_invariant, int32_t max_seq_len, Rows q, Rows q_scale,
-            Cache k_cache, Cache v_cache, Vector page_table, Cache k_scale, bool per_token_scale, Vector v_scale,
-            uint64_t sinks, Rows out, Rows lse, uint64_t map, int64_t map_bytes, uint64_t workspace,
-            int64_t workspace_bytes, float sm_scale, float v_factor, float softcap, bool early, int32_t stages,
-            int32_t combine_ctas) {
+void decode(int device, uint64_t stream, int kv, int query, int32_t head_dim, int32_t num_q_heads, int32_t num_kv_heads,
+            int32_t page_size, int64_t num_pages, int64_t max_pages, int32_t q_len, int32_t window, int32_t num_ctas,
+            int32_t max_batch, bool batch_invariant, int32_t max_seq_len, Rows q, Rows q_scale, Cache k_cache,
+            Cache v_cache, Vector page_table, Cache k_scale, bool per_token_scale, Vector v_scale, uint64_t sinks,
+            Rows out, Rows lse, uint64_t map, int64_t map_bytes, uint64_t workspace, int64_t workspace_bytes,
+            float sm_scale, float v_factor, float softcap, bool early, int32_t stages, int32_t combine_ctas) {
   check(num_kv_heads >= 1 && num_q_heads % num_kv_heads == 0, kWhere, "num_q_heads", "a multiple of num_kv_heads",
         num_q_heads);
   check(q_len >= 1 && q_len <= 8, kWhere, "q_len", "1 to 8", q_len);
-  check(page_size == 1 || (page_size >= 16 && page_size <= 256 && std::has_single_bit(static_cast<uint32_t>(page_size))),
-        kWhere, "page_size", "1, 16, 32, 64, 128 or 256", page_size);
+  check(
+      page_size == 1 || (page_size >= 16 && page_size <= 256 && std::has_single_bit(static_cast<uint32_t>(page_size))),
+      kWhere, "page_size", "1, 16, 32, 64, 128 or 256", page_size);
   check(query >= 0 && query <= 2, kWhere, "query", "0 (bf16), 1 (fp16) or 2 (e4m3)", query);
   check(kv == 2 || kv == query, kWhere, "query", "the cache's type", query);
   check(num_ctas >= 1 && num_ctas <= hpc::kMaxCtas, kWhere, "num_ctas", "1 to 1024", num_ctas);

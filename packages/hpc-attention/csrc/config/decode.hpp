@@ -16,10 +16,10 @@ constexpr int kRowTile = 8;       // query rows of one tensor-core column tile
 
 struct DecodeProblem {
   KvKind kv;
-  int32_t head_dim;         // 64, 128, 256
-  int32_t rows;             // q_len * query heads a KV head, 1 .. 128
-  bool per_token_scale;     // keys have a scale of their own
-  int32_t stages = 0;       // slices in flight a warp; 0: decode_stages()
+  int32_t head_dim;      // 64, 128, 256
+  int32_t rows;          // q_len * query heads a KV head, 1 .. 128
+  bool per_token_scale;  // keys have a scale of their own
+  int32_t stages = 0;    // slices in flight a warp; 0: decode_stages()
 };
 
 struct DecodeConfig {
@@ -29,10 +29,12 @@ struct DecodeConfig {
   int32_t smem_bytes;  // dynamic shared memory
 };
 
-constexpr int kv_bytes(KvKind kv) { return kv == KvKind::kE4m3 ? 1 : 2; }
+constexpr int kv_bytes(KvKind kv) {
+  return kv == KvKind::kE4m3 ? 1 : 2;
+}
 
-// CTAs of an SM that share a plan's work, where more would fit too: one with all of the SM's loads in flight leaves fewer
-// partial results, and room for the next call's CTA, which fills its rings while this one ends.
+// CTAs of an SM that share a plan's work, where more would fit too: one with all of the SM's loads in flight leaves
+// fewer partial results, and room for the next call's CTA, which fills its rings while this one ends.
 constexpr int kDecodeCtasPerSm = 1;
 
 // Slices in flight a warp: 64 KB a CTA (128 KB for large rows, which come in larger stages).
@@ -49,7 +51,9 @@ constexpr int decode_row_tiles(int head_dim, int rows) {
 }
 
 // Query fragments stay in registers up to 32 of them; above, they are read from shared memory for each slice.
-constexpr bool decode_query_in_smem(int head_dim, int row_tiles) { return row_tiles * head_dim / 8 > 32; }
+constexpr bool decode_query_in_smem(int head_dim, int row_tiles) {
+  return row_tiles * head_dim / 8 > 32;
+}
 
 // Bytes of the warps' rings, the merge buffer (each warp's output of one row tile, padded by 4 vectors every 32) with
 // its (max, sum) pairs, and the query with its row factors.
@@ -59,7 +63,9 @@ constexpr int decode_ring_bytes(KvKind kv, int head_dim, int stages) {
   const int k_vectors = 2 * (head_dim * kv_bytes(kv) / 64);
   return kDecodeWarps * stages * (k_vectors + v_vectors) * 512;
 }
-constexpr int decode_merge_bytes(int head_dim) { return kDecodeWarps * (head_dim / 16) * 36 * 16; }
+constexpr int decode_merge_bytes(int head_dim) {
+  return kDecodeWarps * (head_dim / 16) * 36 * 16;
+}
 constexpr int kDecodeStateBytes = kDecodeWarps * 192;  // the warps' places in their CTA's pieces
 constexpr int kDecodeMlBytes = kDecodeWarps * 4 * 16;
 constexpr int decode_query_bytes(int head_dim, int row_tiles) {
@@ -80,8 +86,8 @@ inline DecodeConfig decode_config(const DecodeProblem& problem) {
   return config;
 }
 
-// Partial results of one piece: for each row tile of 8 (the last one padded), 8 * head_dim floats of unnormalised output
-// and 8 (max, sum) pairs. A plan's workspace is this for each of its slots: first all outputs, then all pairs.
+// Partial results of one piece: for each row tile of 8 (the last one padded), 8 * head_dim floats of unnormalised
+// output and 8 (max, sum) pairs. A plan's workspace is this for each of its slots: first all outputs, then all pairs.
 constexpr int64_t decode_slot_bytes(int32_t head_dim, int32_t rows) {
   return static_cast<int64_t>((rows + kRowTile - 1) / kRowTile) * kRowTile * (head_dim + 2) * 4;
 }

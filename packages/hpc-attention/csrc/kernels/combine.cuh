@@ -1,12 +1,12 @@
 // Adds the partial results of split (request, head) pairs and writes the rows of requests without tokens.
 //
-// Unit of work: 32 vectors (a warp's worth: 16 columns of 8 rows) of one row tile of one split pair. W warps share a unit's
-// pieces, 8 / W units a CTA; W is 8 where few pairs are split and falls to 2 where many are. Whatever W is, piece i belongs
-// to sum i mod 8, each sum is added in order, and the eight sums are added in order: the result does not depend on what
-// else is in the batch.
+// Unit of work: 32 vectors (a warp's worth: 16 columns of 8 rows) of one row tile of one split pair. W warps share a
+// unit's pieces, 8 / W units a CTA; W is 8 where few pairs are split and falls to 2 where many are. Whatever W is,
+// piece i belongs to sum i mod 8, each sum is added in order, and the eight sums are added in order: the result does
+// not depend on what else is in the batch.
 //
-// Programmatic launch: the list of splits is read before the wait (this kernel only starts early when the attention kernel
-// has seen the end of everything before it, the plan included), partial results after it.
+// Programmatic launch: the list of splits is read before the wait (this kernel only starts early when the attention
+// kernel has seen the end of everything before it, the plan included), partial results after it.
 #pragma once
 
 #include "decode_merge.cuh"

@@ -1,26 +1,30 @@
 // Decode attention over a paged cache.
 //
-// Grid: one CTA a row of the plan's `ctas` and row group (row groups of one run side by side, so that the second reads the
-// cache from L2). A CTA attends over its pieces one after the other; its 8 warps share the 16-token slices of a piece.
+// Grid: one CTA a row of the plan's `ctas` and row group (row groups of one run side by side, so that the second reads
+// the cache from L2). A CTA attends over its pieces one after the other; its 8 warps share the 16-token slices of a
+// piece.
 //
-// Warp: everything in registers with m16n8k16, the cache as operand A (no padding of rows), query rows as the 8 columns.
+// Warp: everything in registers with m16n8k16, the cache as operand A (no padding of rows), query rows as the 8
+// columns.
 //   S^T [16 tokens x 8 rows] = K [16 x D] Q^T, softmax, O^T [D x 8 rows] += V^T [D x 16] P^T.
-// K comes in an order of k that its 16-byte chunks imply, with Q in the same order; V's bytes of neighbouring tokens are
-// interleaved on the way; P^T is the transposed accumulator. e4m3 is converted to fp16 (exact); P is never quantised.
+// K comes in an order of k that its 16-byte chunks imply, with Q in the same order; V's bytes of neighbouring tokens
+// are interleaved on the way; P^T is the transposed accumulator. e4m3 is converted to fp16 (exact); P is never
+// quantised.
 //
-// Softmax in units of log2. Each warp keeps for each row a reference below the largest score it has seen: probabilities are
-// 2^(score - reference), and the reference only moves when a score passes it by kHeadroom, so that the output is rarely
-// rescaled. When it moves, it goes to the largest score less kShift; fp16 probabilities so reach from 2^-24 to 2^15.
+// Softmax in units of log2. Each warp keeps for each row a reference below the largest score it has seen: probabilities
+// are 2^(score - reference), and the reference only moves when a score passes it by kHeadroom, so that the output is
+// rarely rescaled. When it moves, it goes to the largest score less kShift; fp16 probabilities so reach from 2^-24 to
+// 2^15.
 //
-// Memory: each lane's own ring in shared memory (decode_feed.cuh), kept full across pieces. No barrier inside a piece. At a
-// piece's end the warps' results go through shared memory, are added in the order of their slices, and become the output
-// (whole pieces) or a partial result for combine.cuh.
+// Memory: each lane's own ring in shared memory (decode_feed.cuh), kept full across pieces. No barrier inside a piece.
+// At a piece's end the warps' results go through shared memory, are added in the order of their slices, and become the
+// output (whole pieces) or a partial result for combine.cuh.
 //
-// Shared memory: warps' places in their walk | rings | merge buffer (one row tile of each warp) | (max, sum) | query and row factors (many rows) |
-// key scales (per-token scales).
+// Shared memory: warps' places in their walk | rings | merge buffer (one row tile of each warp) | (max, sum) | query
+// and row factors (many rows) | key scales (per-token scales).
 //
-// Programmatic launch: the plan, page ids and slices without this step's tokens are read before the wait; the query, the
-// scales and everything else after it; nothing is written before it.
+// Programmatic launch: the plan, page ids and slices without this step's tokens are read before the wait; the query,
+// the scales and everything else after it; nothing is written before it.
 #pragma once
 
 #include "decode_feed.cuh"
@@ -38,8 +42,8 @@ class DecodeWorker {
   static constexpr Half kType = kKind == KvKind::kBf16 ? Half::kBf16 : Half::kFp16;
   static constexpr bool kFp8 = kKind == KvKind::kE4m3;
   static constexpr bool kQueryInSmem = decode_query_in_smem(kDim, kRowTiles);
-  static constexpr int kOutTiles = kDim / 16;      // m16 tiles of the output
-  static constexpr int kTilePitch = 36 * 16;       // bytes of a merged m16 tile, padded against bank conflicts
+  static constexpr int kOutTiles = kDim / 16;  // m16 tiles of the output
+  static constexpr int kTilePitch = 36 * 16;   // bytes of a merged m16 tile, padded against bank conflicts
   using Layout = SliceLayout<kKind, kDim>;
   using Feed = attention::Feed<kKind, kDim, kStages>;
   using Ring = typename Feed::Ring;
@@ -182,10 +186,8 @@ class DecodeWorker {
     score(ring, scores);
     float scales[2] = {1.0f, 1.0f};
     if (p_.per_token_scale) {
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                   : "=f"(scales[0]), "=f"(scales[1])
-                   : "r"(scales_ + ring.slot() * 256 + lane_ * 8)
-                   : "memory");
+      const uint2 v = lds64(scales_ + ring.slot() * 256 + lane_ * 8);
+      scales[0] = __uint_as_float(v.x), scales[1] = __uint_as_float(v.y);
     }
     feed.push_keys(ring);
 
@@ -259,9 +261,8 @@ class DecodeWorker {
 
   __device__ __forceinline__ void query_fragment(int n, int step, uint32_t& b0, uint32_t& b1) {
     if constexpr (kQueryInSmem) {
-      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(b0), "=r"(b1)
-                   : "r"(query_ + (n * (kDim / 32) + step / 2) * 512 + lane_ * 16 + (step & 1) * 8));
+      const uint2 v = lds64(query_ + (n * (kDim / 32) + step / 2) * 512 + lane_ * 16 + (step & 1) * 8);
+      b0 = v.x, b1 = v.y;
     } else {
       b0 = fragment_[n][2 * step];
       b1 = fragment_[n][2 * step + 1];
@@ -329,7 +330,8 @@ class DecodeWorker {
           const uint4 v = lds128(shared);
           rows[i][0] = v.x, rows[i][1] = v.y, rows[i][2] = v.z, rows[i][3] = v.w;
         } else {
-          asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(rows[i][0]), "=r"(rows[i][1]) : "r"(shared) : "memory");
+          const uint2 v = lds64(shared);
+          rows[i][0] = v.x, rows[i][1] = v.y;
         }
       }
 #pragma unroll
@@ -446,17 +448,13 @@ class DecodeWorker {
     return query_ + kRowTiles * (kDim / 32) * 512 + row * 4;
   }
   __device__ __forceinline__ void store_factor(int32_t row, float value) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(factor_address(row)), "f"(value) : "memory");
+    sts32(factor_address(row), __float_as_uint(value));
   }
   // Factors of the scores of rows 2t and 2t + 1 of a row tile.
   __device__ __forceinline__ float2 row_factors(int n) const {
     if constexpr (kQueryInSmem) {
-      float2 value;
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                   : "=f"(value.x), "=f"(value.y)
-                   : "r"(factor_address(kRowTile * n + 2 * t_))
-                   : "memory");
-      return value;
+      const uint2 v = lds64(factor_address(kRowTile * n + 2 * t_));
+      return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
     } else {
       return make_float2(factor_[2 * n], factor_[2 * n + 1]);
     }
@@ -472,8 +470,8 @@ class DecodeWorker {
 
   uint32_t fragment_[kQueryInSmem ? 1 : kRowTiles][kDim / 8];
   float factor_[kQueryInSmem ? 1 : 2 * kRowTiles];  // of the scores of rows 2t and 2t + 1
-  float reference_[2 * kRowTiles];  // of the softmax, log2
-  float sum_[2 * kRowTiles];        // of this lane's probabilities
+  float reference_[2 * kRowTiles];                  // of the softmax, log2
+  float sum_[2 * kRowTiles];                        // of this lane's probabilities
   float out_[kOutTiles][kRowTiles][4];
   int32_t end_;       // one past the last token that row 0 sees
   int32_t all_from_;  // first token that the last row sees

@@ -1,5 +1,5 @@
-// The issuing side of the decode kernel: each warp walks over its slices of its CTA's pieces, ahead of the arithmetic and
-// across the ends of pieces and requests, and copies keys and values into its ring.
+// The issuing side of the decode kernel: each warp walks over its slices of its CTA's pieces, ahead of the arithmetic
+// and across the ends of pieces and requests, and copies keys and values into its ring.
 #pragma once
 
 #include "../config/decode.hpp"
@@ -21,9 +21,9 @@ __device__ __forceinline__ TokenRange visible_tokens(const DecodeRequest& reques
   return {low, high};
 }
 
-// The slices (of 16 tokens, counted from position 0) of a piece; warp w takes every eighth, from first(w) on. The slices
-// of a CTA's pieces are dealt out in one round, so that many short pieces keep every warp busy; the order of the slices
-// inside a piece, and of the warps that share them, does not depend on where the round stands.
+// The slices (of 16 tokens, counted from position 0) of a piece; warp w takes every eighth, from first(w) on. The
+// slices of a CTA's pieces are dealt out in one round, so that many short pieces keep every warp busy; the order of the
+// slices inside a piece, and of the warps that share them, does not depend on where the round stands.
 struct SliceSpan {
   int32_t begin;
   int32_t count;
@@ -59,8 +59,8 @@ struct SliceLayout {
   using Ring = LaneRing<kStages, kKeyVectors + kValueVectors>;
 };
 
-// The walk over a CTA's pieces, twice: ahead (what is asked for) and behind (what is attended over). It changes seldom, so
-// it lives in shared memory, one for each warp: all lanes read it, lane 0 writes, with __syncwarp() in between.
+// The walk over a CTA's pieces, twice: ahead (what is asked for) and behind (what is attended over). It changes seldom,
+// so it lives in shared memory, one for each warp: all lanes read it, lane 0 writes, with __syncwarp() in between.
 struct alignas(16) WarpState {
   // Ahead: the piece that is being cut into blocks, and the next block.
   DecodeCursor feed;
@@ -82,8 +82,8 @@ class Feed {
   using Layout = SliceLayout<kKind, kDim>;
   using Ring = typename Layout::template Ring<kStages>;
 
-  // `state`: this warp's, with `feed` set. `scales`: shared address of this warp's ring of key scales, [stage][lane] of 8
-  // bytes.
+  // `state`: this warp's, with `feed` set. `scales`: shared address of this warp's ring of key scales, [stage][lane] of
+  // 8 bytes.
   __device__ __forceinline__ Feed(const DecodeParams& p, WarpState& state, int32_t warp, int32_t lane, uint32_t scales)
       : p_(p), state_(state), warp_(warp), lane_(lane), scales_(scales) {
     if (lane_ == 0) state_.feed_turn = state_.feed_slice = state_.feed_end = 0;

@@ -17,8 +17,8 @@ __device__ __forceinline__ void add_result(float4& a, float4& a_ml, const float4
   // Rounded step by step, so that every kernel that is compiled from this gives the same bits.
   a = make_float4(__fmaf_rn(b.x, b0, __fmul_rn(a.x, a0)), __fmaf_rn(b.y, b1, __fmul_rn(a.y, a1)),
                   __fmaf_rn(b.z, b0, __fmul_rn(a.z, a0)), __fmaf_rn(b.w, b1, __fmul_rn(a.w, a1)));
-  a_ml = make_float4(m0, __fmaf_rn(b_ml.y, b0, __fmul_rn(a_ml.y, a0)), m1,
-                     __fmaf_rn(b_ml.w, b1, __fmul_rn(a_ml.w, a1)));
+  a_ml =
+      make_float4(m0, __fmaf_rn(b_ml.y, b0, __fmul_rn(a_ml.y, a0)), m1, __fmaf_rn(b_ml.w, b1, __fmul_rn(a_ml.w, a1)));
 }
 
 // Two 16-bit outputs of one row.

@@ -23,9 +23,9 @@ __device__ __forceinline__ uint32_t scaled_half2(uint32_t bf16x2, float power) {
   return pack_half2<Half::kFp16>(__uint_as_float(bf16x2 << 16) * power, __uint_as_float(bf16x2 & 0xffff0000u) * power);
 }
 
-// Lane (g, t) loads its part of row g of a row tile: kDim / 8 registers, two for each 16 of k. `factor` belongs to row g
-// and multiplies its scores. A bf16 query against an e4m3 cache is multiplied by the power of two that brings the row's
-// largest element into [2^14, 2^15) and rounded to fp16: exact for elements down to 2^-31 of the largest.
+// Lane (g, t) loads its part of row g of a row tile: kDim / 8 registers, two for each 16 of k. `factor` belongs to row
+// g and multiplies its scores. A bf16 query against an e4m3 cache is multiplied by the power of two that brings the
+// row's largest element into [2^14, 2^15) and rounded to fp16: exact for elements down to 2^-31 of the largest.
 template <KvKind kKind, int kDim>
 __device__ __forceinline__ void load_query(const DecodeParams& p, int32_t request, int32_t kv_head, int32_t row,
                                            int32_t t, uint32_t (&fragment)[kDim / 8], float& factor) {
@@ -72,7 +72,8 @@ __device__ __forceinline__ void load_query(const DecodeParams& p, int32_t reques
   }
 }
 
-// The second half of load_query for a bf16 query against an e4m3 cache, apart because all lanes must call it (shuffles).
+// The second half of load_query for a bf16 query against an e4m3 cache, apart because all lanes must call it
+// (shuffles).
 template <int kDim>
 __device__ __forceinline__ void scale_query(uint32_t (&fragment)[kDim / 8], float& factor) {
   uint32_t largest = 0;  // |bf16| as bits order like the numbers

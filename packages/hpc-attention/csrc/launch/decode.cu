@@ -40,9 +40,10 @@ void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int
   const DecodeKernel combine = problem.head_dim == 64    ? combine_kernel<64>
                                : problem.head_dim == 128 ? combine_kernel<128>
                                                          : combine_kernel<256>;
-  launch(combine,
-         LaunchConfig{.grid = dim3(static_cast<unsigned>(combine_ctas)), .block = dim3(kDecodeThreads), .stream = stream},
-         params);
+  launch(
+      combine,
+      LaunchConfig{.grid = dim3(static_cast<unsigned>(combine_ctas)), .block = dim3(kDecodeThreads), .stream = stream},
+      params);
 }
 
 }  // namespace hpc::attention

@@ -15,8 +15,8 @@ DecodeKernel decode_kernel_bf16(int32_t head_dim, int32_t row_tiles, int32_t sta
 DecodeKernel decode_kernel_fp16(int32_t head_dim, int32_t row_tiles, int32_t stages);
 DecodeKernel decode_kernel_e4m3(int32_t head_dim, int32_t row_tiles, int32_t stages);
 
-// CTAs of the attention kernel on one SM of the current device that a plan should count on: resident at once, and at most
-// kDecodeCtasPerSm.
+// CTAs of the attention kernel on one SM of the current device that a plan should count on: resident at once, and at
+// most kDecodeCtasPerSm.
 int decode_ctas_per_sm(const DecodeProblem& problem);
 
 // Both kernels on the current device; no allocation, no synchronisation. num_ctas: rows of the map's `ctas`.

@@ -18,9 +18,15 @@ constexpr DecodeKernel kDecodeInstance =
 
 template <KvKind kKind>
 DecodeKernel decode_instance(int32_t head_dim, int32_t row_tiles, int32_t stages) {
-  // One more depth for the commonest shape, for measurements.
-  constexpr int kDeeper = decode_stages(kKind, 128) + 1;
-  if (head_dim == 128 && row_tiles == 1 && stages == kDeeper) return kDecodeInstance<kKind, 128, 1, kDeeper>;
+  // Other depths for the commonest shape, for measurements.
+  if (head_dim == 128 && row_tiles == 1) {
+    if constexpr (kKind == KvKind::kE4m3) {
+      if (stages == 3) return kDecodeInstance<kKind, 128, 1, 3>;
+      if (stages == 4) return kDecodeInstance<kKind, 128, 1, 4>;
+    } else {
+      if (stages == 1) return kDecodeInstance<kKind, 128, 1, 1>;
+    }
+  }
   if (stages != decode_stages(kKind, head_dim)) return nullptr;
   switch (head_dim) {
     case 64:
