@@ -78,8 +78,10 @@ def quantize_groups(values: torch.Tensor, group: int) -> tuple[torch.Tensor, tor
     amax = wide.abs().amax(dim=2, keepdim=True)
     # The divisor is 1 where the group is zero, so nothing is divided by 0; the factor is then 0.
     live = (amax >= MIN_AMAX) | amax.isnan()
-    factor = torch.where(live, E4M3_MAX / torch.where(live, amax, 1.0), 0.0)
-    scale = torch.where(live, amax / E4M3_MAX, 0.0)
+    # Tensor by tensor: with a number torch multiplies by a rounded reciprocal (on some devices), one ulp off a quotient.
+    largest = torch.full_like(amax, E4M3_MAX)
+    factor = torch.where(live, largest / torch.where(live, amax, 1.0), 0.0)
+    scale = torch.where(live, amax / largest, 0.0)
     return _saturate(wide * factor).view(rows, columns), scale.view(rows, columns // group)
 
 
