@@ -8,6 +8,7 @@ from hpc_common.poison import bits
 from hpc_common.reference import router as reference
 from hpc_common.testing import device_params
 from hpc_router_gemm import RouterWeight, linear, router_gemm, split_terms
+from hpc_router_gemm import _cpu as cpu
 from hpc_router_gemm.support import SUPPORT
 from hypothesis import given
 from hypothesis import strategies as st
@@ -202,6 +203,21 @@ def test_batch_invariant_rows_do_not_depend_on_the_batch(values: str, terms: int
         assert same_bits(part, whole[300 - m :]), m
     order = torch.randperm(300, generator=torch.Generator().manual_seed(3))
     assert same_bits(router_gemm(x[order], w, batch_invariant=True), whole[order])
+
+
+@pytest.mark.parametrize("binades", [8, 14, 16, 18, 20, 24, 40])
+def test_cpu_block_sums_have_no_order_down_to_the_last_bit_of_float64(binades: int) -> None:
+    """At every spread of exponents, below, at and above the limit of what float64 adds exactly."""
+    m, n, k = 9, 120, 256
+    x, term = wide_range((m, k), 1, binades).bfloat16(), wide_range((n, k), 2, binades).bfloat16()
+    operands = (x.double(), cpu.exponent_spread(x)), (term.double(), cpu.exponent_spread(term))
+    (x64, x_spread), (term64, term_spread) = operands
+    whole = cpu._block_product(x64, x_spread, term64, term_spread)
+    for i in range(m):  # a product with one row takes another way through a BLAS
+        row = cpu._block_product(x64[i : i + 1], x_spread[i : i + 1], term64, term_spread)
+        assert same_bits(row, whole[i : i + 1])
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    assert same_bits(cpu._block_product(x64, x_spread, term64[order], term_spread[order]), whole[:, order])
 
 
 @given(
