@@ -53,14 +53,14 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// A tensor copy that arrives at the same offset in every CTA of `mask`, and completes on the mbarrier at the same
-// offset in each of them.
-__device__ __forceinline__ void tma_load_2d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
-                                                      int c1, uint16_t mask) {
+// A tensor copy that arrives at the same offset in every CTA of `mask`, and completes on the mbarrier at the same offset
+// in each of them.
+__device__ __forceinline__ void tma_load_3d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
+                                                      int c1, int c2, uint16_t mask) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "h"(mask)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(mask)
       : "memory");
 }
 

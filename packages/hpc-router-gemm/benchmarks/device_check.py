@@ -84,9 +84,9 @@ def candidates_of(m: int, n: int, k: int, terms: int, count: int) -> list:
         if t <= max(8, 2 * m) and m <= 1024
     ]
     tile = [
-        {"kernel": "tile", "rows": r, "k_groups": g, "tokens": t, "split": s, "token_tiles": a, "expert_tiles": b}
-        for (r, g, t), s, a, b in itertools.product(_C.WGMMA_TILES, range(1, 9), (1, 2, 4), (1, 2))
-        if s * a * b <= 8 and t <= max(32, 2 * m) and m >= 16 and (a == 1 or m > t) and (b == 1 or n > r)
+        {"kernel": "tile", "rows": r, "k_groups": g, "tokens": t, "split": s, "token_tiles": a}
+        for (r, g, t), s, a in itertools.product(_C.WGMMA_TILES, range(1, 9), (1, 2, 4))
+        if s * a <= 8 and t <= max(32, 2 * m) and m >= 16 and (a == 1 or m > t)
     ]
     for fields in stream + tile:
         try:
@@ -106,8 +106,8 @@ def candidates_of(m: int, n: int, k: int, terms: int, count: int) -> list:
 
 def short(config) -> str:
     name = f"{config.kernel[0]}{config.rows}x{config.tokens} S{config.split}"
-    if config.token_tiles * config.expert_tiles > 1:
-        name += f" mc{config.token_tiles},{config.expert_tiles}"
+    if config.token_tiles > 1:
+        name += f" mc{config.token_tiles}"
     return f"{name} st{config.stages} c{config.ctas}"
 
 

@@ -25,12 +25,12 @@ def _ceil(a: int, b: int) -> int:
 @given(problems)
 def test_config_is_legal_and_covers_the_problem(problem: dict) -> None:
     c = _C.choose_config(**problem)
-    assert 1 <= c.split * c.token_tiles * c.expert_tiles <= 8
+    assert 1 <= c.split * c.token_tiles <= 8
     assert 0 < c.smem_bytes <= SMEM_LIMIT
     tiles = (c.rows, c.tokens) if c.kernel == "stream" else (c.rows, c.k_groups, c.tokens)
     assert tiles in (_C.STREAM_TILES if c.kernel == "stream" else _C.WGMMA_TILES)
     token_tiles = _ceil(_ceil(problem["m"], c.tokens), c.token_tiles) * c.token_tiles
-    expert_tiles = _ceil(_ceil(problem["n"], c.rows), c.expert_tiles) * c.expert_tiles
+    expert_tiles = _ceil(problem["n"], c.rows)
     assert c.ctas == token_tiles * expert_tiles * c.split
     assert c.stages >= (1 if c.kernel == "stream" else 2 * c.k_groups)
     # A split rank has work: k in steps of 32 for 8 warps, or in blocks of 128.
@@ -38,7 +38,7 @@ def test_config_is_legal_and_covers_the_problem(problem: dict) -> None:
         assert c.split <= _ceil(problem["k"], 128)
     # The same Config by hand is accepted and the same.
     fields = {name: getattr(c, name) for name in ("kernel", "rows", "tokens", "k_groups", "split", "token_tiles")}
-    assert repr(_C.make_config(**problem, **fields, expert_tiles=c.expert_tiles, stages=c.stages)) == repr(c)
+    assert repr(_C.make_config(**problem, **fields, stages=c.stages)) == repr(c)
 
 
 @given(problems, st.integers(1, 5000))
@@ -63,11 +63,11 @@ def test_two_terms_never_sum_more_than_256_of_k_unpromoted(problem: dict) -> Non
     [
         {"kernel": "stream", "rows": 64, "tokens": 8},
         {"kernel": "stream", "rows": 16, "tokens": 8, "split": 9},
-        {"kernel": "tile", "rows": 64, "tokens": 64, "k_groups": 1},
-        {"kernel": "tile", "rows": 64, "tokens": 64, "k_groups": 2, "split": 4, "token_tiles": 4},
-        {"kernel": "tile", "rows": 64, "tokens": 104, "k_groups": 2, "expert_tiles": 2},
+        {"kernel": "tile", "rows": 64, "tokens": 64, "k_groups": 2},
+        {"kernel": "tile", "rows": 64, "tokens": 104, "k_groups": 2, "split": 2, "token_tiles": 2},
+        {"kernel": "tile", "rows": 64, "tokens": 64, "k_groups": 1, "token_tiles": 2},
         {"kernel": "tile", "rows": 128, "tokens": 192, "k_groups": 1, "stages": 16},
-        {"kernel": "tile", "rows": 64, "tokens": 64, "k_groups": 2, "stages": 3},
+        {"kernel": "tile", "rows": 64, "tokens": 104, "k_groups": 2, "stages": 3},
     ],
 )
 def test_illegal_configs_are_refused(fields: dict) -> None:

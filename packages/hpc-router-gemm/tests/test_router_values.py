@@ -205,11 +205,15 @@ def test_batch_invariant_rows_do_not_depend_on_the_batch(values: str, terms: int
     assert same_bits(router_gemm(x[order], w, batch_invariant=True), whole[order])
 
 
-@pytest.mark.parametrize("binades", [8, 14, 16, 18, 20, 24, 40])
-def test_cpu_block_sums_have_no_order_down_to_the_last_bit_of_float64(binades: int) -> None:
+@pytest.mark.parametrize("spread", [8, 13, 14, 15, 16, 17, 18, 20, 40])
+def test_cpu_block_sums_have_no_order_down_to_the_last_bit_of_float64(spread: int) -> None:
     """At every spread of exponents, below, at and above the limit of what float64 adds exactly."""
     m, n, k = 9, 120, 256
-    x, term = wide_range((m, k), 1, binades).bfloat16(), wide_range((n, k), 2, binades).bfloat16()
+    generator = torch.Generator().manual_seed(spread)
+    x, term = (torch.rand((rows, k), generator=generator) + 1 for rows in (m, n))
+    term *= torch.randint(0, 2, (n, k), generator=generator) * 2 - 1
+    small = torch.rand(k, generator=generator) < 0.5  # in x and the weight alike, so that products spread twice as far
+    x, term = (torch.where(small, rows * 2.0**-spread, rows).bfloat16() for rows in (x, term))
     operands = (x.double(), cpu.exponent_spread(x)), (term.double(), cpu.exponent_spread(term))
     (x64, x_spread), (term64, term_spread) = operands
     whole = cpu._block_product(x64, x_spread, term64, term_spread)

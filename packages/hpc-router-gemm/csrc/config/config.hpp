@@ -27,12 +27,13 @@ constexpr int weight_bytes(Weight weight) {
 enum class Kernel { kStream, kTile };
 
 constexpr int kMaxCluster = 8;
-constexpr int kSmemLimit = 227 * 1024;  // a CTA's, of a GPU of compute capability 9.0
+constexpr int kMaxGrid = 65535;              // a grid's y and z
+constexpr int kSmemLimit = 227 * 1024;       // a CTA's, of a GPU of compute capability 9.0
+constexpr int kSmemLimitOfTwo = 113 * 1024;  // for two CTAs of an SM
 
 constexpr int kStreamWarps = 8;
 constexpr int kStreamStepK = 32;
 constexpr int kStreamMaxStages = 8;
-constexpr int kStreamMaxTokenTiles = 65535;  // the grid's z
 // With two terms the stream kernel does not promote; this bounds the k of one accumulator.
 constexpr int kStreamMaxPartK = 256;
 
@@ -54,17 +55,16 @@ struct Problem {
 
 struct Config {
   Kernel kernel = Kernel::kStream;
-  int rows = 16;         // experts of a CTA's tile
-  int tokens = 8;        // tokens of it
-  int k_groups = 1;      // tile: consumer warpgroups that share the rows and alternate over k
-  int split = 1;         // CTAs that share a tile's k
-  int token_tiles = 1;   // tile: token tiles of a cluster, which share weights by multicast
-  int expert_tiles = 1;  // tile: expert tiles of a cluster, which share tokens
+  int rows = 16;        // experts of a CTA's tile
+  int tokens = 8;       // tokens of it
+  int k_groups = 1;     // tile: consumer warpgroups that share the rows and alternate over k
+  int split = 1;        // CTAs that share a tile's k
+  int token_tiles = 1;  // tile: token tiles of a cluster, which share weights by multicast; then split is 1
   int stages = 4;
   int smem_bytes = 0;
   int64_t ctas = 0;
 
-  int cluster() const { return split * token_tiles * expert_tiles; }
+  int cluster() const { return split * token_tiles; }
 };
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
@@ -97,14 +97,13 @@ constexpr int stream_smem_bytes(int rows, int tokens, Weight weight, int stages,
 constexpr int tile_stage_bytes(int rows, int tokens, Weight weight) {
   return kTileStageK * (rows * weight_bytes(weight) + tokens * 2);
 }
-// Partial sums received from a cluster, in parts of whole blocks of 64 rows x 8 tokens.
-constexpr int tile_slot_bytes(int rows, int tokens, int split) {
-  return split > 1 ? split * static_cast<int>(ceil_div(rows / 64 * (tokens / 8), split)) * 2048 : 0;
+// Blocks of 64 rows x 8 tokens that one rank of a split sum owns.
+constexpr int tile_sum_part(int rows, int tokens, int split) {
+  return static_cast<int>(ceil_div(rows / 64 * (tokens / 8), split));
 }
-// Full and empty barriers and one for the sums; 1,024 bytes to align the stages.
-constexpr int tile_smem_bytes(int rows, int tokens, Weight weight, int stages, int split) {
-  return stages * tile_stage_bytes(rows, tokens, weight) + tile_slot_bytes(rows, tokens, split) +
-         (2 * kTileMaxStages + 1) * 8 + 1024;
+// Stages, full and empty barriers and one for the sums; 1,024 bytes to align the stages. Sums lie over the stages.
+constexpr int tile_smem_bytes(int rows, int tokens, Weight weight, int stages) {
+  return stages * tile_stage_bytes(rows, tokens, weight) + (2 * kTileMaxStages + 1) * 8 + 1024;
 }
 
 // The tiles that are compiled.
@@ -113,51 +112,56 @@ struct StreamTile {
 };
 struct WgmmaTile {
   int rows, k_groups, tokens;
+  bool multicast;  // also compiled with token tiles that share weights
+  // With one warpgroup two CTAs fit on an SM.
+  constexpr bool light() const { return rows == 64 && k_groups == 1; }
 };
 constexpr StreamTile kStreamTiles[] = {{16, 8},  {16, 16}, {16, 32}, {16, 64}, {32, 8}, {32, 16},
                                        {32, 32}, {32, 64}, {48, 8},  {48, 16}, {48, 32}};
-constexpr WgmmaTile kWgmmaTiles[] = {{64, 2, 32},  {64, 2, 64},  {64, 2, 104},  {64, 2, 128},
-                                     {64, 2, 192}, {128, 1, 64}, {128, 1, 128}, {128, 1, 192}};
+constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32, false},  {64, 1, 64, false},  {64, 1, 104, false},
+                                     {64, 1, 128, false}, {64, 2, 104, true},  {64, 2, 192, false},
+                                     {128, 1, 128, true}, {128, 1, 192, false}};
 
-// Fills in stages (the most that fit and are of use, unless `stages` is given), shared memory and grid. Returns what is
-// wrong with a Config that no kernel was compiled for or that does not fit, else nullptr.
+// Fills in stages (unless `stages` is given: the most that are of use and, except for the large wgmma tiles, let two
+// CTAs share an SM, so that the next call can start on it), shared memory and grid. Returns what is wrong with a Config
+// that no kernel was compiled for or that does not fit, else nullptr.
 inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   const bool stream = c.kernel == Kernel::kStream;
-  bool compiled = false;
+  bool compiled = false, light = stream;
   if (stream) {
     for (const StreamTile& t : kStreamTiles) compiled = compiled || (t.rows == c.rows && t.tokens == c.tokens);
-    compiled = compiled && c.k_groups == 1 && c.token_tiles == 1 && c.expert_tiles == 1;
+    compiled = compiled && c.k_groups == 1 && c.token_tiles == 1;
   } else {
     for (const WgmmaTile& t : kWgmmaTiles) {
-      compiled = compiled || (t.rows == c.rows && t.k_groups == c.k_groups && t.tokens == c.tokens);
+      if (t.rows != c.rows || t.k_groups != c.k_groups || t.tokens != c.tokens) continue;
+      compiled = c.token_tiles == 1 || (t.multicast && c.split == 1);
+      light = t.light();
     }
   }
   if (!compiled) return "one of the compiled tiles";
-  if (c.split < 1 || c.token_tiles < 1 || c.expert_tiles < 1 || c.cluster() > kMaxCluster) {
-    return "a cluster of 1 to 8 CTAs";
-  }
-  if (c.rows % (8 * c.token_tiles) != 0 || c.tokens % (8 * c.expert_tiles) != 0) return "shares of whole 8 rows";
-  if (!stream && p.overlapping_x) return "the stream kernel for rows of x that overlap";
+  if (c.split < 1 || c.token_tiles < 1 || c.cluster() > kMaxCluster) return "a cluster of 1 to 8 CTAs";
+  if (c.rows % (8 * c.token_tiles) != 0) return "shares of whole 8 rows";
+  if (!stream && p.overlapping_x) return "the stream kernel for rows that overlap";
+  if (!stream && c.split > ceil_div(p.k, kTileBlockK)) return "a block of k for each CTA of a split";
   const auto smem = [&](int s) {
     return stream ? stream_smem_bytes(c.rows, c.tokens, p.weight, s, c.split)
-                  : tile_smem_bytes(c.rows, c.tokens, p.weight, s, c.split);
+                  : tile_smem_bytes(c.rows, c.tokens, p.weight, s);
   };
   const int64_t steps = stream ? ceil_div(ceil_div(p.k, kStreamStepK), kStreamWarps * c.split)
                                : 2 * ceil_div(ceil_div(p.k, kTileBlockK), c.split);
   const int limit = stream ? kStreamMaxStages : kTileMaxStages;
   c.stages = stages > 0 ? stages : static_cast<int>(std::clamp<int64_t>(steps, stream ? 1 : 2 * c.k_groups, limit));
   if (stages <= 0) {
-    while (c.stages > 1 && smem(c.stages) > kSmemLimit) --c.stages;
+    while (c.stages > 1 && smem(c.stages) > (light ? kSmemLimitOfTwo : kSmemLimit)) --c.stages;
   }
   c.smem_bytes = smem(c.stages);
   if (c.stages > limit || c.smem_bytes > kSmemLimit) return "stages that fit in shared memory";
   // A k group holds a stage until it has begun the next one.
   if (!stream && c.stages < 2 * c.k_groups) return "two stages for each k group";
   const int64_t token_groups = ceil_div(ceil_div(p.m, c.tokens), c.token_tiles);
-  const int64_t expert_groups = ceil_div(ceil_div(p.n, c.rows), c.expert_tiles);
+  const int64_t expert_groups = ceil_div(p.n, c.rows);
   c.ctas = token_groups * expert_groups * c.cluster();
-  const bool fits = stream ? token_groups <= kStreamMaxTokenTiles && expert_groups <= 65535 : c.ctas <= INT32_MAX;
-  if (!fits) return "a grid that a launch can have";
+  if (token_groups > kMaxGrid || expert_groups > kMaxGrid) return "a grid that a launch can have";
   return nullptr;
 }
 
@@ -172,7 +176,7 @@ inline double estimate(const Problem& p, const Config& c) {
   const double waves = static_cast<double>(ceil_div(c.ctas, p.resident[c.cluster()]));
   const double weight_row = part_k * weight_bytes(p.weight), token_row = part_k * 2;
   const double shared_bytes = c.rows * weight_row + c.tokens * token_row;
-  const double l2 = (c.rows * weight_row / c.token_tiles + c.tokens * token_row / c.expert_tiles) / kL2Bytes;
+  const double l2 = (c.rows * weight_row / c.token_tiles + c.tokens * token_row) / kL2Bytes;
   double math;
   if (c.kernel == Kernel::kStream) {
     // 7 cycles an instruction and scheduler, two warps each; about 60 issue slots a fragment to split.
@@ -188,7 +192,9 @@ inline double estimate(const Problem& p, const Config& c) {
       (static_cast<double>(p.n) * p.k * weight_bytes(p.weight) + static_cast<double>(p.m) * (p.k * 2.0 + p.n * 4.0)) /
       kMemoryBytes;
   const double reduce = c.split > 1 ? 0.4 + c.rows * c.tokens * 4.0 / kClusterBytes : 0.0;
-  return 1.7 + std::max(memory, waves * (std::max(l2, math) + 0.3)) + waves * reduce;
+  // A call whose CTAs fit beside the last one's starts under it.
+  const double start = c.smem_bytes <= kSmemLimitOfTwo ? 1.7 : 3.5;
+  return start + std::max(memory, waves * (std::max(l2, math) + 0.3)) + waves * reduce;
 }
 
 // The Config of a call with m >= 1 tokens.
@@ -223,17 +229,13 @@ inline Config choose(const Problem& p) {
     }
     if (p.batch_invariant || split > k_blocks) continue;
     for (const WgmmaTile& t : kWgmmaTiles) {
-      for (int token_tiles = 1; token_tiles * split <= 4; token_tiles *= 2) {
-        if (token_tiles > 1 && p.m <= t.tokens) continue;
+      for (int token_tiles = 1; token_tiles <= (t.multicast && split == 1 && p.m > t.tokens ? 2 : 1); ++token_tiles) {
         consider({.kernel = Kernel::kTile,
                   .rows = t.rows,
                   .tokens = t.tokens,
                   .k_groups = t.k_groups,
                   .split = split,
                   .token_tiles = token_tiles});
-      }
-      if (split > 4) {
-        consider({.kernel = Kernel::kTile, .rows = t.rows, .tokens = t.tokens, .k_groups = t.k_groups, .split = split});
       }
     }
   }

@@ -9,58 +9,82 @@
 
 namespace hpc::router {
 
-template <Weight kWeight, int WM, int WK, int NT>
+template <Weight kWeight, int WM, int WK, int NT, bool kMulticast>
 void launch_wgmma_tile(const TileParams& params, const CUtensorMap& weight_map, const CUtensorMap& x_map,
                        const Config& config, cudaStream_t stream) {
   LaunchConfig launch_config;
-  launch_config.grid = dim3(static_cast<unsigned>(config.ctas));
-  launch_config.block = dim3(TileShape<WM, WK, NT, kWeight>::kThreads);
+  const int64_t token_tiles = ceil_div(params.m, config.tokens);
+  launch_config.grid = dim3(config.cluster(), static_cast<unsigned>(ceil_div(params.n, config.rows)),
+                            static_cast<unsigned>(ceil_div(token_tiles, config.token_tiles)));
+  launch_config.block = dim3(TileShape<WM, WK, NT, kMulticast, kWeight>::kThreads);
   launch_config.smem_bytes = config.smem_bytes;
   launch_config.stream = stream;
   launch_config.cluster = config.cluster();
-  launch(router_tile_kernel<WM, WK, NT, kWeight>, launch_config, params, weight_map, x_map);
+  launch(router_tile_kernel<WM, WK, NT, kMulticast, kWeight>, launch_config, params, weight_map, x_map);
+}
+
+// The weight as boxes of 128 bytes x rows. With `paired` the map has chunks of 32 columns and a box has two of them.
+template <Weight kWeight>
+CUtensorMap weight_tensor_map(const Gemm& gemm, const Config& config, bool paired) {
+  constexpr uint64_t kBytes = weight_bytes(kWeight);
+  const auto k = static_cast<uint64_t>(gemm.k);
+  const auto n = static_cast<uint64_t>(gemm.n);
+  const auto rows = static_cast<uint32_t>(config.rows / config.token_tiles);
+  // A tensor of one row may have any stride: it is not used.
+  const uint64_t stride = n > 1 ? static_cast<uint64_t>(gemm.weight_stride) * kBytes : (k * kBytes + 15) / 16 * 16;
+  TensorMapSpec<3> spec;
+  if (paired) {
+    spec = {{32, n, k / 32}, {stride, 128}, {32, rows, 2}};
+  } else {
+    spec = {{k, n, 1}, {stride, stride}, {static_cast<uint32_t>(128 / kBytes), rows, 1}};
+  }
+  return make_tensor_map<3>(
+      "weight", gemm.weight,
+      kWeight == Weight::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32, spec,
+      CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 template <Weight kWeight>
 void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
+  const bool multicast = config.token_tiles > 1;
+  const bool paired = kWeight != Weight::kBf16 && !multicast && gemm.k % 32 == 0;
+  const int k_blocks = static_cast<int>(ceil_div(gemm.k, kTileBlockK));
   TileParams params;
   params.y = gemm.y;
   params.y_stride = gemm.y_stride;
   params.m = gemm.m;
   params.n = gemm.n;
-  params.k_blocks = static_cast<int>(ceil_div(gemm.k, kTileBlockK));
+  params.k_blocks = k_blocks / config.split;
+  params.k_extra = k_blocks % config.split;
   params.split = config.split;
+  params.sum_part = tile_sum_part(config.rows, config.tokens, config.split);
   params.token_tiles = config.token_tiles;
-  params.expert_tiles = config.expert_tiles;
-  params.expert_groups = static_cast<int>(ceil_div(ceil_div(gemm.n, config.rows), config.expert_tiles));
+  params.weight_columns = paired ? 64 : 128 / weight_bytes(kWeight);
   params.stages = config.stages;
   params.prefetch = gemm.prefetch;
-  constexpr bool kFloat = kWeight != Weight::kBf16;
-  constexpr uint64_t kBytes = weight_bytes(kWeight);
+  const CUtensorMap weight_map = weight_tensor_map<kWeight>(gemm, config, paired);
   const auto k = static_cast<uint64_t>(gemm.k);
-  // Boxes are 128 bytes wide, the swizzle's width. A tensor of one row may have any stride: it is not used.
-  const CUtensorMap weight_map = make_tensor_map<2>(
-      "weight", gemm.weight, kFloat ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      {{k, static_cast<uint64_t>(gemm.n)},
-       {gemm.n > 1 ? gemm.weight_stride * kBytes : k * kBytes},
-       {static_cast<uint32_t>(128 / kBytes), static_cast<uint32_t>(config.rows / config.token_tiles)}},
-      CU_TENSOR_MAP_SWIZZLE_128B);
   const CUtensorMap x_map = make_tensor_map<2>("x", gemm.x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                                                {{k, static_cast<uint64_t>(gemm.m)},
                                                 {gemm.m > 1 ? static_cast<uint64_t>(gemm.x_stride) * 2 : k * 2},
-                                                {64, static_cast<uint32_t>(config.tokens / config.expert_tiles)}},
+                                                {64, static_cast<uint32_t>(config.tokens)}},
                                                CU_TENSOR_MAP_SWIZZLE_128B);
   using Launcher = void (*)(const TileParams&, const CUtensorMap&, const CUtensorMap&, const Config&, cudaStream_t);
-  static constexpr Launcher launchers[] = {
-      launch_wgmma_tile<kWeight, 1, 2, 32>,  launch_wgmma_tile<kWeight, 1, 2, 64>,
-      launch_wgmma_tile<kWeight, 1, 2, 104>, launch_wgmma_tile<kWeight, 1, 2, 128>,
-      launch_wgmma_tile<kWeight, 1, 2, 192>, launch_wgmma_tile<kWeight, 2, 1, 64>,
-      launch_wgmma_tile<kWeight, 2, 1, 128>, launch_wgmma_tile<kWeight, 2, 1, 192>};
-  static_assert(std::size(launchers) == std::size(kWgmmaTiles), "in the order of kWgmmaTiles");
+  // In the order of kWgmmaTiles; the second of a pair is its multicast variant where there is one.
+  static constexpr Launcher launchers[][2] = {
+      {launch_wgmma_tile<kWeight, 1, 1, 32, false>, nullptr},
+      {launch_wgmma_tile<kWeight, 1, 1, 64, false>, nullptr},
+      {launch_wgmma_tile<kWeight, 1, 1, 104, false>, nullptr},
+      {launch_wgmma_tile<kWeight, 1, 1, 128, false>, nullptr},
+      {launch_wgmma_tile<kWeight, 1, 2, 104, false>, launch_wgmma_tile<kWeight, 1, 2, 104, true>},
+      {launch_wgmma_tile<kWeight, 1, 2, 192, false>, nullptr},
+      {launch_wgmma_tile<kWeight, 2, 1, 128, false>, launch_wgmma_tile<kWeight, 2, 1, 128, true>},
+      {launch_wgmma_tile<kWeight, 2, 1, 192, false>, nullptr}};
+  static_assert(std::size(launchers) == std::size(kWgmmaTiles));
   for (size_t i = 0; i < std::size(kWgmmaTiles); ++i) {
     const WgmmaTile& tile = kWgmmaTiles[i];
     if (tile.rows == config.rows && tile.k_groups == config.k_groups && tile.tokens == config.tokens) {
-      return launchers[i](params, weight_map, x_map, config, stream);
+      return launchers[i][multicast](params, weight_map, x_map, config, stream);
     }
   }
   throw std::logic_error("hpc_router_gemm: a Config with a tile that is not compiled");

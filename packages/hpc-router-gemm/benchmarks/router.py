@@ -1,0 +1,85 @@
+"""Times of router_gemm beside cuBLAS, the tables' `router-2` rows and more.
+
+    uv run python packages/hpc-router-gemm/benchmarks/router.py [--json FILE] [--only TEXT] [--terms 2,3] [--decode]
+
+Cold: a pass rotates over buffer sets, one a layer. Peers, in the same rounds: cuBLAS fp32 and TF32 with the cast of the
+activations, and one bf16 product with fp32 output. --decode times M = 1 to 64 at seven model sizes instead.
+"""
+
+import argparse
+import pathlib
+
+import torch
+from hpc_common.timing import Candidate, Row, buffer_sets, measure, results, write_results
+from hpc_router_gemm import _C, RouterWeight, router_gemm
+
+CASES = {
+    (192, 4096): (1, 16, 48, 96, 208, 512, 1024, 2048, 4096),
+    (384, 3072): (1, 8, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    (768, 6144): (1, 8, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+}
+DECODE = ((192, 4096), (384, 3072), (768, 6144), (256, 7168), (128, 2048), (896, 7168), (64, 2048))
+DECODE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+MAX_SETS = 48
+
+
+def cublas_fp32(x: torch.Tensor, weight: torch.Tensor, tf32: bool) -> torch.Tensor:
+    """The cast of x and one fp32 (or TF32) product."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
+        return x.float() @ weight.T
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def candidates(m: int, n: int, k: int, terms: tuple[int, ...], device: torch.device) -> list[Candidate]:
+    """Ours with each number of terms, and cuBLAS, all on the same buffers."""
+    sets = buffer_sets(4 * n * k + 2 * m * k + 4 * m * n, MAX_SETS)
+    xs = [torch.randn(m, k, device=device).to(torch.bfloat16) for _ in range(sets)]
+    weights = [torch.randn(n, k, device=device) for _ in range(sets)]
+    half = [weight.to(torch.bfloat16) for weight in weights]
+    out = torch.empty(m, n, device=device)
+    case = f"{n}x{k} m={m}"
+    result = []
+    for count in terms:
+        own = [RouterWeight(weight, terms=count) for weight in weights]
+        calls = [lambda x=x, w=w: router_gemm(x, w, out=out) for x, w in zip(xs, own, strict=True)]
+        result.append(Candidate(f"router-{count}", case, "ours", calls))
+    pairs = list(zip(xs, weights, strict=True))
+    for name, tf32 in (("cuBLAS fp32", False), ("cuBLAS TF32", True)):
+        calls = [lambda x=x, w=w, tf32=tf32: cublas_fp32(x, w, tf32) for x, w in pairs]
+        result.append(Candidate("router-2", case, name, calls))
+    if device.type == "cuda":
+        calls = [lambda x=x, w=w: torch.mm(x, w.T, out_dtype=torch.float32) for x, w in zip(xs, half, strict=True)]
+        result.append(Candidate("router-2", case, "cuBLAS bf16 (one product)", calls))
+    return result
+
+
+def show(rows: list[Row]) -> None:
+    print(f"{rows[0].case:18s}" + "".join(f"  {row.op[-1]} {row.provider} {row.us:.2f}" for row in rows), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path, help="write the rows here")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--terms", default="2,3", help="numbers of terms to time")
+    parser.add_argument("--decode", action="store_true", help="M = 1 to 64 at model sizes")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    terms = tuple(int(count) for count in arguments.terms.split(","))
+    sizes = {size: DECODE_TOKENS for size in DECODE} if arguments.decode else CASES
+    rows: list[Row] = []
+    for (n, k), tokens in sizes.items():
+        for m in tokens:
+            if arguments.only in f"{n}x{k} m={m}":
+                rows += (latest := measure(candidates(m, n, k, terms, device), device=device))
+                show(latest)
+    if arguments.json:
+        write_results(arguments.json, results(rows, {"hpc_router_gemm": _C.build_info()}, device))
+
+
+if __name__ == "__main__":
+    main()
