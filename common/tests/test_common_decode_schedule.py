@@ -111,6 +111,16 @@ def test_batch_invariant_pieces_depend_on_the_own_length_alone(length, before, a
     assert all(np.array_equal(alone.pieces[name], mine[name]) for name in cuts)
 
 
+@pytest.mark.parametrize("min_tiles", [1, 2, 3, 8])
+def test_floor_and_piece_size_at_every_total(min_tiles):
+    """The two rules, number by number: a wave of 132 CTAs; powers of two from 8 that leave at most 256 pieces."""
+    for total in [*range(132 * 2 * min_tiles + 300), 1 << 31, 1 << 33]:
+        want = next((n for n in range(min_tiles, 2 * min_tiles) if n * 132 >= total), 2 * min_tiles)
+        assert _core.floor_tiles(total, min_tiles) == want, total
+    for tiles in range(1, 16385):
+        assert _core.piece_tiles(tiles) == next(n for n in (8, 16, 32, 64) if n * 256 >= tiles), tiles
+
+
 @given(lengths(max_batch=64), shapes(max_heads=4), st.integers(0, 5))
 def test_slots_stay_within_the_workspace(batch, shape, spare):
     """The workspace query counts slots from limits alone; no step of those limits uses more."""
@@ -124,6 +134,14 @@ def test_slots_stay_within_the_workspace(batch, shape, spare):
     assert partial["slot"].max(initial=-1) < slots
     if not shape["batch_invariant"]:
         assert slots == 2 * shape["num_ctas"]
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 8])
+@pytest.mark.parametrize("window", [1, 448, 449, 505, 506, 511, 512, 513, 960, 1024])
+def test_batch_invariant_slots_of_a_window_suffice_and_are_needed(window, q_len):
+    """Windows around a whole number of pieces: the query's pieces a request are the most that any length has."""
+    rows = plan_decode(range(2500), window=window, q_len=q_len, batch_invariant=True).requests
+    assert rows["num_pieces"].max() == _core.partial_slots(1, q_len, window, 1 << 20, 132, True, 1)
 
 
 @pytest.mark.parametrize("heads", [16, 128])

@@ -318,8 +318,8 @@ HPC_HD int64_t partial_slots(const DecodeShape& shape) {
   if (!shape.batch_invariant) return 2 * static_cast<int64_t>(shape.num_ctas);
   int32_t most = ceil_div(shape.max_seq_len, kTileTokens);
   if (shape.window > 0) {
-    // q_len rows see window + q_len - 1 keys between them, which touch one tile more than they fill.
-    const int32_t seen = ceil_div(shape.window + shape.q_len - 1, kTileTokens) + 1;
+    // q_len rows see window + q_len - 1 keys between them; n keys in a row touch at most ceil((n - 1) / 64) + 1 tiles.
+    const int32_t seen = ceil_div(shape.window + shape.q_len - 2, kTileTokens) + 1;
     most = seen < most ? seen : most;
   }
   return static_cast<int64_t>(shape.num_kv_heads) * shape.max_batch * max_pieces(most);
