@@ -243,9 +243,10 @@ def variants(layers: bench.Layers) -> Iterator[tuple[str, list[Callable[[], Any]
     """Named settings of the same row."""
     yield "default", layers.calls()
     yield "late", layers.calls(run=direct(late=True))
-    for stages in (3, 4) if layers.case.kv_dtype == FP8 else (1, 1):
+    yield "no combine", layers.calls(run=direct(combine_ctas=-1))
+    for stages in (3, 4) if layers.case.kv_dtype == FP8 else (1,):
         yield f"stages {stages}", layers.calls(run=direct(stages=stages))
-    for count in (66, 132, 528):
+    for count in (264, 528):
         yield f"combine {count}", layers.calls(run=direct(combine_ctas=count))
     for tiles in (1, 2, 4, 8):
         yield f"floor {tiles}", layers.calls(layers.make_plan(min_tiles=tiles))
@@ -256,7 +257,8 @@ def variants(layers: bench.Layers) -> Iterator[tuple[str, list[Callable[[], Any]
 def times(only: str, with_variants: bool, seconds: float) -> None:
     """A line a row: floor, time, and with variants the time of each."""
     device = torch.device("cuda")
-    lines, head, start = [], "", time.monotonic()
+    lines: list[str] = []
+    start = time.monotonic()
     for case in bench.tables():
         name = f"{case.op} {case.lengths}"
         if only not in name or time.monotonic() - start > seconds:
@@ -265,12 +267,14 @@ def times(only: str, with_variants: bool, seconds: float) -> None:
         named = list(variants(layers)) if with_variants else [("default", layers.calls())]
         named += [] if with_variants else [("plan/48", layers.planned_calls())]
         found = measure([Candidate(case.op, case.lengths, label, calls) for label, calls in named], device=device)
-        head = f"{'us':36s}{'floor':>8s}" + "".join(f"{row.provider:>13s}" for row in found)
-        lines.append(f"{name:36s}{case.floor_us():8.2f}" + "".join(f"{row.us:13.2f}" for row in found))
+        head = f"{'us':34s}{'floor':>7s}" + "".join(f"{row.provider:>12s}" for row in found)
+        lines.append(f"{name:34s}{case.floor_us():7.2f}" + "".join(f"{row.us:12.2f}" for row in found))
+        if head not in lines:
+            lines.insert(-1, head)
         print(lines[-1], flush=True)
         del layers, named
         torch.cuda.empty_cache()
-    print("\n" + "\n".join([head, *lines]), flush=True)
+    print("\n" + "\n".join(lines), flush=True)
 
 
 def main() -> None:

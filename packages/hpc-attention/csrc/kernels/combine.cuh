@@ -1,29 +1,33 @@
 // Adds the partial results of split (request, head) pairs and writes the rows of requests without tokens.
 //
-// Unit of work: 32 vectors (a warp's worth: 16 columns of 8 rows) of one row tile of one split pair. W warps share a
-// unit's pieces, 8 / W units a CTA; W is 8 where few pairs are split and falls to 2 where many are. Whatever W is,
-// piece i belongs to sum i mod 8, each sum is added in order, and the eight sums are added in order: the result does
-// not depend on what else is in the batch.
+// Unit of work: some vectors (see decode_merge.cuh) of one row tile of one split pair: 32, or 8 where so few pairs are
+// split that smaller units are needed to keep the card busy. W warps share a unit's pieces, 8 / W units a CTA; W falls
+// from 8 to 1 as the number of units grows. A warp takes every W-th piece, several at once, in order; then the warps'
+// sums are added in order. In batch-invariant plans units and W never vary, so a result does not depend on the batch.
 //
-// Programmatic launch: the list of splits is read before the wait (this kernel only starts early when the attention
-// kernel has seen the end of everything before it, the plan included), partial results after it.
+// Programmatic launch: the successor is let go before the wait. It can start when every CTA of the attention kernel has
+// seen the end of what came before that kernel, so only this decode's two kernels may still run beside it. The list of
+// splits is read before the wait for the same reason, partial results after it.
 #pragma once
 
+#include "decode_feed.cuh"
 #include "decode_merge.cuh"
-#include "hpc/fifo.cuh"
 #include "hpc/pdl.cuh"
 
 namespace hpc::attention {
 
-constexpr int kSums = 8;
-
 struct CombineJob {
   int32_t request;
   int32_t kv_head;
-  int32_t pieces;       // 0: nothing to add
-  int64_t first_slot;   // slot of piece 0
-  int64_t second_slot;  // of piece 1; the following are slot_step apart
-  int32_t slot_step;
+  int32_t pieces;      // 0: nothing to add
+  int32_t second;      // slots from piece 0's to piece 1's
+  int32_t step;        // slots between the following pieces'
+  int64_t first_slot;  // of piece 0
+
+  // Slots from piece 0's.
+  __device__ __forceinline__ int32_t distance(int32_t piece) const {
+    return piece == 0 ? 0 : second + (piece - 1) * step;
+  }
 };
 
 // The split (request, head) pair number `index`.
@@ -36,8 +40,7 @@ __device__ __forceinline__ CombineJob combine_job(const DecodeParams& p, const D
     job.pieces = request.num_pieces > 1 ? request.num_pieces : 0;
     job.first_slot = static_cast<int64_t>(header.num_kv_heads) * request.piece_begin +
                      static_cast<int64_t>(job.kv_head) * request.num_pieces;
-    job.second_slot = job.first_slot + 1;
-    job.slot_step = 1;
+    job.second = job.step = 1;
   } else {
     const DecodeSplit split = p.splits[index];
     job.request = split.request;
@@ -47,65 +50,110 @@ __device__ __forceinline__ CombineJob combine_job(const DecodeParams& p, const D
     const DecodeCta first = p.ctas[split.first_cta];
     const bool at_start = first.request == split.request && first.kv_head == split.kv_head;
     job.first_slot = 2 * static_cast<int64_t>(split.first_cta) + (at_start ? 0 : 1);
-    job.second_slot = 2 * (static_cast<int64_t>(split.first_cta) + 1);
-    job.slot_step = 2;
+    job.second = at_start ? 2 : 1;
+    job.step = 2;
   }
   return job;
 }
 
-// One CTA's share of a row tile of a split pair: units `first_unit` .. first_unit + 8 / kShare - 1, 32 vectors each.
-template <int kDim, int kShare>
-__device__ __forceinline__ void combine_units(const DecodeParams& p, const CombineJob& job, int32_t row_tile,
-                                              int32_t first_unit, float4 (&sums)[2][kSums * 4][32]) {
-  constexpr int kUnits = kDecodeWarps / kShare;  // of a CTA
-  constexpr int kMine = kSums / kShare;          // sums that this warp forms
-  constexpr int kBatch = 4;                      // pieces loaded at once
-  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32, lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const int32_t unit = warp / kShare, share = warp % kShare;
-  const int32_t position = (first_unit + unit) * 32 + lane;
-  const bool live = row_tile * kRowTile + 2 * (position & 3) < p.rows;
+struct CombineBuffer {
+  float4 o[kDecodeWarps][32];
+  float4 ml[kDecodeWarps][4];
+};
 
-  float4 o[kMine], ml[kMine];
+// A warp's sum of pieces `share`, share + shares, ... of a unit, as a result relative to (max, sum). kVectors: of the
+// unit; 32 / kVectors groups of lanes then take different pieces. Every lane gets the vector `position` of the sum.
+template <int kDim, int kVectors>
+__device__ __forceinline__ void sum_pieces(const DecodeParams& p, const CombineJob& job, int32_t row_tile,
+                                           int32_t position, int32_t share, int32_t shares, float4& o, float4& ml) {
+  constexpr int kGroups = 32 / kVectors;
+  constexpr int kLoads = kGroups == 1 ? 8 : 4;  // outputs that a lane loads at once
+  constexpr int kPieces = kLoads * kGroups;     // of a round
+  constexpr int kPairs = kPieces / 8;           // (max, sum) vectors that a lane loads at once: lane 4 i + t, piece i
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32, t = lane & 3, group = lane / kVectors;
+  const bool live = row_tile * kRowTile + 2 * t < p.rows;
+  const int64_t first = job.first_slot * p.row_tiles + row_tile;
+  const float4* all_outputs = p.partial + first * (2 * kDim) + position;
+  const float4* all_pairs = p.partial_ml + first * 4 + t;
+  o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
+#pragma unroll 1
+  for (int32_t base = share; base < job.pieces; base += shares * kPieces) {
+    float4 outputs[kLoads], pairs[kPairs];
 #pragma unroll
-  for (int i = 0; i < kMine; ++i) {
-    o[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    ml[i] = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
+    for (int i = 0; i < kPairs; ++i) {
+      const int32_t piece = base + shares * (8 * i + (lane >> 2));
+      pairs[i] = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
+      if (live && piece < job.pieces) pairs[i] = all_pairs[job.distance(piece) * p.row_tiles * 4];
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int32_t piece = base + shares * (kGroups * i + group);
+      outputs[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (live && piece < job.pieces) outputs[i] = all_outputs[job.distance(piece) * p.row_tiles * (2 * kDim)];
+    }
+    // The largest of this round and of those before, the same in all lanes of a t.
+    float m0 = ml.x, m1 = ml.z;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) m0 = fmaxf(m0, pairs[i].x), m1 = fmaxf(m1, pairs[i].z);
+#pragma unroll
+    for (int mask = 4; mask < 32; mask *= 2) {
+      m0 = fmaxf(m0, __shfl_xor_sync(kAllLanes, m0, mask));
+      m1 = fmaxf(m1, __shfl_xor_sync(kAllLanes, m1, mask));
+    }
+    const float old0 = exp2_approx(ml.x - m0), old1 = exp2_approx(ml.z - m1);
+    float w0[kPairs], w1[kPairs], l0 = 0.0f, l1 = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      w0[i] = exp2_approx(pairs[i].x - m0), w1[i] = exp2_approx(pairs[i].z - m1);
+      l0 = __fmaf_rn(pairs[i].y, w0[i], l0), l1 = __fmaf_rn(pairs[i].w, w1[i], l1);
+    }
+#pragma unroll
+    for (int mask = 4; mask < 32; mask *= 2) {
+      l0 += __shfl_xor_sync(kAllLanes, l0, mask);
+      l1 += __shfl_xor_sync(kAllLanes, l1, mask);
+    }
+    ml = make_float4(m0, __fmaf_rn(ml.y, old0, l0), m1, __fmaf_rn(ml.w, old1, l1));
+    o = make_float4(o.x * old0, o.y * old1, o.z * old0, o.w * old1);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      // Output i of a group is piece kGroups * i + group of the round, whose weights lie in lane 4 (piece mod 8) + t.
+      const int32_t from = ((kGroups * i + group) % 8) * 4 + t;
+      const float f0 = __shfl_sync(kAllLanes, w0[kGroups * i / 8], from);
+      const float f1 = __shfl_sync(kAllLanes, w1[kGroups * i / 8], from);
+      o.x = __fmaf_rn(outputs[i].x, f0, o.x), o.y = __fmaf_rn(outputs[i].y, f1, o.y);
+      o.z = __fmaf_rn(outputs[i].z, f0, o.z), o.w = __fmaf_rn(outputs[i].w, f1, o.w);
+    }
   }
-  for (int32_t base = share; base < job.pieces; base += kShare * kBatch) {
-    float4 piece_o[kBatch], piece_ml[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int32_t piece = base + kShare * i;
-      piece_o[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      piece_ml[i] = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
-      if (live && piece < job.pieces) {
-        const int64_t slot =
-            piece == 0 ? job.first_slot : job.second_slot + static_cast<int64_t>(piece - 1) * job.slot_step;
-        const int64_t at = slot * p.row_tiles + row_tile;
-        piece_o[i] = p.partial[at * (2 * kDim) + position];
-        piece_ml[i] = p.partial_ml[at * 4 + (position & 3)];
+  for (int mask = kVectors; mask < 32; mask *= 2) {
+    o.x += __shfl_xor_sync(kAllLanes, o.x, mask), o.y += __shfl_xor_sync(kAllLanes, o.y, mask);
+    o.z += __shfl_xor_sync(kAllLanes, o.z, mask), o.w += __shfl_xor_sync(kAllLanes, o.w, mask);
+  }
+}
+
+// One CTA's units of a row tile of a split pair, `shares` warps each, from unit `first` on.
+template <int kDim, int kVectors>
+__device__ __forceinline__ void combine_units(const DecodeParams& p, const CombineJob& job, int32_t row_tile,
+                                              int32_t first, int32_t shares, CombineBuffer& buffer) {
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32, lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const int32_t position = (first + warp / shares) * kVectors + lane % kVectors;
+  if (position >= 2 * kDim) return;  // more warps than units: only with one warp a unit, so no barrier is missed
+  float4 o, ml;
+  sum_pieces<kDim, kVectors>(p, job, row_tile, position, warp % shares, shares, o, ml);
+  if (shares > 1) {
+    __syncthreads();  // the sums of the units before have been read
+    buffer.o[warp][lane] = o;
+    if (lane < 4) buffer.ml[warp][lane] = ml;
+    __syncthreads();
+    if (warp % shares == 0) {
+      for (int32_t i = 1; i < min(shares, job.pieces); ++i) {
+        add_result(o, ml, buffer.o[warp + i][lane], buffer.ml[warp + i][lane & 3]);
       }
     }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (base + kShare * i < job.pieces) add_result(o[i % kMine], ml[i % kMine], piece_o[i], piece_ml[i]);
-    }
   }
-  __syncthreads();  // the sums of the job before have been read
-#pragma unroll
-  for (int i = 0; i < kMine; ++i) {
-    // Piece `share` + kShare * i is in sum (share + kShare * i) mod 8.
-    sums[0][unit * kSums + share + kShare * i][lane] = o[i];
-    sums[1][unit * kSums + share + kShare * i][lane] = ml[i];
-  }
-  __syncthreads();
-  if (warp < kUnits) {
-    const int32_t mine = (first_unit + warp) * 32 + lane;
-    float4 total = sums[0][warp * kSums][lane], total_ml = sums[1][warp * kSums][lane];
-    for (int32_t i = 1; i < min(job.pieces, kSums); ++i) {
-      add_result(total, total_ml, sums[0][warp * kSums + i][lane], sums[1][warp * kSums + i][lane]);
-    }
-    store_result(p, job.request, job.kv_head, row_tile, mine, total, total_ml);
+  if (warp % shares == 0 && lane < kVectors) {
+    store_result(p, job.request, job.kv_head, row_tile, position, o, ml);
   }
 }
 
@@ -129,32 +177,31 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, const DecodeH
 }
 
 template <int kDim>
-__global__ void __launch_bounds__(kDecodeThreads, 2) combine_kernel(const __grid_constant__ DecodeParams p) {
-  __shared__ float4 sums[2][kSums * 4][32];  // 32 KB
+__global__ void __launch_bounds__(kDecodeThreads, 4) combine_kernel(const __grid_constant__ DecodeParams p) {
+  __shared__ CombineBuffer buffer;
+  pdl_trigger();
   const DecodeHeader header = *p.header;
   const int32_t jobs = header.batch_invariant ? header.batch * header.num_kv_heads : header.num_splits;
-  constexpr int kUnits = kDim / 16;  // of a row tile
-  // As many warps a unit as still give every unit a CTA at once.
-  const int64_t units = static_cast<int64_t>(jobs) * p.row_tiles * kUnits;
-  const int64_t grid = gridDim.x;
-  const int32_t share = units <= grid ? 8 : (units <= 2 * grid ? 4 : 2);
-  const int32_t ctas_a_tile = kUnits * share / kDecodeWarps;
-  const int64_t work = static_cast<int64_t>(jobs) * p.row_tiles * ctas_a_tile;
+  const int64_t tiles = static_cast<int64_t>(jobs) * p.row_tiles, grid = gridDim.x;
+  // Units of 8 vectors where they get a CTA each, else of 32; then as many warps a unit as give every unit its place.
+  const bool small = !header.batch_invariant && tiles * (2 * kDim / 8) <= grid;
+  const int32_t units = small ? 2 * kDim / 8 : 2 * kDim / 32;  // of a row tile
+  int32_t shares = kDecodeWarps;
+  while (!header.batch_invariant && shares > 1 && tiles * units * shares > grid * kDecodeWarps) shares /= 2;
+  const int32_t ctas_a_tile = max(units * shares / kDecodeWarps, 1);
+  const int64_t work = tiles * ctas_a_tile;
   CombineJob job = {};
   int64_t index = blockIdx.x;
   if (index < work) job = combine_job(p, header, static_cast<int32_t>(index / (p.row_tiles * ctas_a_tile)));
   pdl_wait();
-  pdl_trigger();
   while (index < work) {
     const int32_t part = static_cast<int32_t>(index % (p.row_tiles * ctas_a_tile));
-    const int32_t row_tile = part / ctas_a_tile, first_unit = part % ctas_a_tile * (kDecodeWarps / share);
+    const int32_t row_tile = part / ctas_a_tile, first = part % ctas_a_tile * (kDecodeWarps / shares);
     if (job.pieces > 0) {
-      if (share == 8) {
-        combine_units<kDim, 8>(p, job, row_tile, first_unit, sums);
-      } else if (share == 4) {
-        combine_units<kDim, 4>(p, job, row_tile, first_unit, sums);
+      if (small) {
+        combine_units<kDim, 8>(p, job, row_tile, first, shares, buffer);
       } else {
-        combine_units<kDim, 2>(p, job, row_tile, first_unit, sums);
+        combine_units<kDim, 32>(p, job, row_tile, first, shares, buffer);
       }
     }
     index += grid;

@@ -37,6 +37,7 @@ void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int
                       .smem_bytes = config.smem_bytes,
                       .stream = stream},
          params);
+  if (combine_ctas < 0) return;
   const DecodeKernel combine = problem.head_dim == 64    ? combine_kernel<64>
                                : problem.head_dim == 128 ? combine_kernel<128>
                                                          : combine_kernel<256>;

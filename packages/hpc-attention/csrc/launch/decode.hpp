@@ -20,7 +20,7 @@ DecodeKernel decode_kernel_e4m3(int32_t head_dim, int32_t row_tiles, int32_t sta
 int decode_ctas_per_sm(const DecodeProblem& problem);
 
 // Both kernels on the current device; no allocation, no synchronisation. num_ctas: rows of the map's `ctas`.
-// combine_ctas: grid of the second kernel.
+// combine_ctas: grid of the second kernel; negative: it is left out, for measurements.
 void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int32_t num_ctas, int32_t combine_ctas,
                    cudaStream_t stream);
 

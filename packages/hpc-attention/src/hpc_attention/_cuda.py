@@ -79,7 +79,8 @@ def decode(
     step's while the kernel before it in the stream still runs. That kernel may write this step's tokens, not older
     ones. Outside of captures, and in the first decode, everything is read behind it.
 
-    stages, combine_ctas: slices in flight a warp and grid of the second kernel, for measurements; 0: the defaults.
+    stages, combine_ctas: slices in flight a warp and grid of the second kernel (negative: left out), for measurements;
+    0: the defaults.
     """
     device = q.device
     num_pages, page_size, num_kv_heads, head_dim = k_cache.shape
