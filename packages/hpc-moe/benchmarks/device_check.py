@@ -26,6 +26,7 @@ from hpc_moe import _C, support
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU: a rehearsal of the script itself
 LIMIT, LIMIT_TOKEN = 0.006, 0.02  # relative RMS over the output, and in any token
+LIMIT_DOWN = 0.004  # relative RMS over the output, of the second GEMM and the reduction alone
 support.SUPPORT = tuple(dataclasses.replace(row, cuda=True) for row in support.SUPPORT)
 
 
@@ -48,6 +49,7 @@ class Case:
     shared: bool = False
     factor: float = 1.0
     wide_ids: bool = False
+    invariant: bool = False  # batch_invariant: no low regime
 
     def name(self) -> str:
         """Short text with what differs from the defaults."""
@@ -76,6 +78,17 @@ def grid() -> list[Case]:
         for rank in (0, 1, 3):
             cases.append(Case(quant, 96, experts=8, ep=4, rank=rank, skip=0.1))
         cases.append(Case(quant, 50, experts=512, k=8))
+        # The low regime: every number of tiles and splits, both column widths, few and many scale groups.
+        for hidden, inter in ((128, 64), (256, 128), (1024, 192), (2048, 768), (2176, 1536), (4096, 192), (4096, 1536)):
+            for tokens in (1, 3, 16):
+                for x in ("e4m3", "bf16"):
+                    cases.append(Case(quant, tokens, experts=24, k=8, hidden=hidden, inter=inter, x=x))
+        cases.append(Case(quant, 128, experts=192, k=8, hidden=4096, inter=192))
+        cases.append(Case(quant, 128, experts=512, k=8, hidden=2304, inter=192, x="bf16", wide_ids=True))
+        cases.append(Case(quant, 100, experts=192, k=8, hidden=1024, inter=128, pick="one"))
+        cases.append(Case(quant, 32, experts=128, k=32, hidden=512, inter=320, pick="dup", skip=0.3, shared=True))
+        cases.append(Case(quant, 64, experts=24, k=8, ep=8, rank=5, hidden=4096, inter=1536, factor=2.5, limit=1.0))
+        cases.append(Case(quant, 9, experts=16, k=4, skip=1.0, shared=True))
     cases.append(Case("none", 300, x="bf16", inter=320, skip=0.2, ep=2, rank=1, limit=1.0, shared=True))
     for quant in ("tensor", "block"):
         cases.append(Case(quant, 2048, experts=192, k=8, hidden=4096, inter=192))
@@ -194,6 +207,7 @@ def call(case: Case, c: Inputs, workspace: torch.Tensor) -> torch.Tensor:
         swiglu_limit=case.limit,
         shared_output=c.shared,
         routed_scaling_factor=case.factor,
+        batch_invariant=case.invariant,
         workspace=workspace,
         out=out,
     )
@@ -217,7 +231,7 @@ def config_of(case: Case) -> "_C.Config":
         intermediate=case.inter,
         quant=case.quant,
         x_is_bf16=case.x == "bf16",
-        batch_invariant=False,
+        batch_invariant=case.invariant,
         num_sms=sms,
     )
 
@@ -246,6 +260,93 @@ def check_index(case: Case, c: Inputs, config: "_C.Config", workspace: torch.Ten
     return "" if torch.equal(view(layout.row_to_slot, pairs)[:live], order[:live]) else "row_to_slot differs"
 
 
+def check_halves(case: Case, c: Inputs, config: "_C.Config", workspace: torch.Tensor, out: torch.Tensor) -> str:
+    """The call in two halves, by the activation h that the kernels left in the workspace; "" where both are right.
+
+    The tensor core adds e4m3 products in about 14 bits, so an activation may round to the neighbouring e4m3 value, and
+    with few activations in a sum one such step is a few percent of a token (DESIGN.md, "Accuracy"). So: h must be the
+    exact activation within half a step of e4m3 and what the sums may be off; and the output must be the second GEMM of
+    that h with no such allowance.
+    """
+    block = 128 if case.inter % 128 == 0 else 64
+    rows = case.tokens * case.k
+    wide = reference._input(c.x, case.quant, c.x_scale)
+    low = config.regime == "low"
+
+    def view(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return workspace[offset : offset + count].view(dtype).view(shape)
+
+    h = view(config.layout.h, (rows, case.inter), torch.bfloat16 if config.h_is_bf16 else torch.float8_e4m3fn).double()
+    own = None
+    if case.quant == "tensor":
+        own = c.act_scale.double().expand(rows, case.inter)
+    elif not config.h_is_bf16:
+        own = view(config.layout.h_scale, (rows, case.inter // block), torch.float32).double()
+        own = own.repeat_interleave(block, 1)
+    if own is not None:
+        h = h * own
+    total = torch.zeros(c.x.shape, dtype=torch.float64, device=DEVICE)
+    begin, worst = 0, 0.0
+    local = torch.where((c.ids >= case.rank * case.experts) & (c.ids < (case.rank + 1) * case.experts), c.ids, -1)
+    for expert in range(case.experts):
+        tokens, slots = (local == case.rank * case.experts + expert).nonzero(as_tuple=True)
+        if not len(tokens):
+            continue
+        mine = slice(begin, begin + len(tokens))
+        begin += len(tokens)
+        weight = reference.dequantise_weight(c.w13[expert], c.w13_scale[expert])
+        gate, up = (wide[tokens] @ weight.T).chunk(2, 1)
+        # What the sums may be off: a share of the root of the sum of squared products.
+        share = 2.0**-16 if low else 2.0**-8
+        off = (wide[tokens].square().float() @ weight.square().float().T).sqrt().double() * share
+        off_gate, off_up = off.chunk(2, 1)
+        act = reference.activation(gate, up, case.limit)
+        if case.limit is not None:
+            up = up.clamp(-case.limit, case.limit)
+        off = 1.1 * (up.abs() + off_up) * off_gate + (gate * torch.sigmoid(gate)).abs() * off_up
+        if own is None:
+            allowed = act.abs() * 2.0**-8 + off
+        else:
+            scale = own[mine]
+            if case.quant == "block":  # each group's own scale, against its largest magnitude
+                amax = act.abs().view(len(tokens), -1, block).amax(2).repeat_interleave(block, 1)
+                if not (
+                    (scale * 448 - amax).abs()
+                    <= amax * 1.01 * 2.0**-8 + off.view(len(tokens), -1, block).amax(2).repeat_interleave(block, 1)
+                ).all():
+                    return f"scale of h, expert {expert}"
+            act = torch.minimum(torch.maximum(act, -448 * scale), 448 * scale)
+            steps = ((act.abs() * (1 + 2.0**-7) + off) / scale.clamp_min(1e-300)).clamp_min(2.0**-6)
+            allowed = scale * torch.exp2(torch.floor(torch.log2(steps)) - 4) + act.abs() * 2.0**-8 + off
+        ratio = ((h[mine] - act).abs() / allowed.clamp_min(1e-300)).nan_to_num(torch.inf)
+        worst = max(worst, float(ratio.max()))
+        if worst > 1.0 + 1e-6:
+            at = divmod(int(ratio.argmax()), case.inter)
+            return f"h, expert {expert}, row {at[0]}, column {at[1]}: {worst:.2f} of what is allowed"
+        second = h[mine]
+        if config.h_is_bf16:
+            second = reference._between(second, case.quant, c.act_scale)
+        second = second @ reference.dequantise_weight(c.w2[expert], c.w2_scale[expert]).T
+        total.index_add_(0, tokens, second * c.weights[tokens, slots].double()[:, None])
+    total *= case.factor
+    if c.shared is not None:
+        total += c.shared.double()
+    rms, token, _ = errors(out, total)
+    ok = rms <= LIMIT_DOWN and token <= LIMIT_TOKEN
+    return "" if ok else f"second half: rms {rms:.5f}, worst token {token:.5f}"
+
+
+def errors(out: torch.Tensor, want: torch.Tensor) -> tuple[float, float, float]:
+    """Relative RMS error over the output, the worst token's, and the share of tokens above the limit for one."""
+    difference = out.double() - want
+    scale = want.square().mean(1)
+    token = (difference.square().mean(1) / scale.clamp_min(1e-300)).sqrt()
+    token = torch.where(scale > 0, token, torch.where((out == 0).all(1), 0.0, torch.inf)).nan_to_num(torch.inf)
+    rms = float((difference.square().mean() / want.square().mean().clamp_min(1e-300)).sqrt())
+    return rms, float(token.max()), float((token > LIMIT_TOKEN).double().mean())
+
+
 def check(case: Case) -> tuple[float, float, str]:
     """Relative RMS, the worst token's, and what is wrong ("" for nothing)."""
     c = make(case)
@@ -253,17 +354,18 @@ def check(case: Case) -> tuple[float, float, str]:
     workspace = torch.empty(config.layout.bytes, dtype=torch.uint8, device=DEVICE)
     out = call(case, c, workspace)
     synchronise()
-    wrong = check_index(case, c, config, workspace)
-    want = expected(case, c)
-    difference = out.double() - want
-    scale = want.square().mean(1)
-    token = (difference.square().mean(1) / scale.clamp_min(1e-300)).sqrt()
-    token = torch.where(scale > 0, token, torch.where((out == 0).all(1), 0.0, torch.inf))
-    rms = float((difference.square().mean() / want.square().mean().clamp_min(1e-300)).sqrt())
-    worst = float(token.nan_to_num(torch.inf).max())
-    if not rms <= LIMIT or not worst <= LIMIT_TOKEN:
-        bad = (~(token <= LIMIT_TOKEN)).nonzero().flatten()
-        wrong = wrong or f"error; {len(bad)} tokens off, first {bad[:4].tolist()}"
+    low = config.regime == "low"
+    wrong = "" if low and DEVICE == "cuda" else check_index(case, c, config, workspace)
+    rms, worst, above = errors(out, expected(case, c))
+    halves = case.quant != "none" and config.num_chunks == 1
+    if halves:
+        wrong = wrong or check_halves(case, c, config, workspace, out)
+    if case.quant == "none" or low:  # fp32 sums: no activation rounds the other way
+        exact = rms <= LIMIT and worst <= LIMIT_TOKEN
+        wrong = wrong or ("" if exact else f"error, {above:.4f} of the tokens off")
+    else:  # bounds that hold where every token sums over many activations
+        loose = rms <= (LIMIT if case.k >= 8 and case.hidden >= 2048 else 0.02) and worst <= 0.1 and above <= 0.1
+        wrong = wrong or ("" if loose else f"error, {above:.4f} of the tokens off")
     for _ in range(10):
         if not torch.equal(call(case, c, workspace).view(torch.int16), out.view(torch.int16)):
             wrong = wrong or "repeats differ"
@@ -274,7 +376,7 @@ def check(case: Case) -> tuple[float, float, str]:
 def check_invariance() -> str:
     """Rows of y must not depend on the batch or the rank: "" where their bits agree."""
     for quant in ("tensor", "block"):
-        full = Case(quant, 600, experts=16, k=4, hidden=512, inter=256)
+        full = Case(quant, 600, experts=16, k=4, hidden=512, inter=256, invariant=True)
         c = make(full)
         config = config_of(full)
         workspace = torch.empty(config.layout.bytes, dtype=torch.uint8, device=DEVICE)
@@ -308,6 +410,17 @@ def check_invariance() -> str:
             total += rows_of(mine, space)
         if not torch.equal(total, want):
             return f"{quant}: the ranks' rows are not a single rank's"
+        few = Case(quant, 32, experts=16, k=4, hidden=512, inter=256)  # low: no rows in memory, but the same outputs
+        c = make(few)
+        out = call(few, c, torch.empty(config_of(few).layout.bytes, dtype=torch.uint8, device=DEVICE))
+        part = dataclasses.replace(
+            c, x=c.x[:3], ids=c.ids[:3], weights=c.weights[:3], x_scale=c.x_scale[:3] if quant == "block" else c.x_scale
+        )
+        few = dataclasses.replace(few, tokens=3)
+        if not torch.equal(
+            call(few, part, torch.empty(config_of(few).layout.bytes, dtype=torch.uint8, device=DEVICE)), out[:3]
+        ):
+            return f"{quant}: outputs of 3 tokens differ from the same tokens among 32"
     return ""
 
 

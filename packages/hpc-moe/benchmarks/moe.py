@@ -75,7 +75,13 @@ def make_weights(shape: Shape, quant: str, device: str) -> Weights:
 
 
 def calls(
-    shape: Shape, tokens: int, quant: str, weights: Weights, device: str, x_dtype: torch.dtype | None = None
+    shape: Shape,
+    tokens: int,
+    quant: str,
+    weights: Weights,
+    device: str,
+    x_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
 ) -> list[Callable[[], torch.Tensor]]:
     """One call for each buffer set of a row; x is e4m3 unless ``x_dtype`` (or bf16 weights) says bf16."""
     bf16 = quant == "none" or x_dtype == torch.bfloat16
@@ -88,6 +94,7 @@ def calls(
         quant,
         shape.all_experts,
         torch.bfloat16 if bf16 else torch.float8_e4m3fn,
+        batch_invariant,
         device=device,
     )
     made = []
@@ -114,6 +121,7 @@ def calls(
                 topk_weights,
                 scales,
                 num_experts=shape.all_experts,
+                batch_invariant=batch_invariant,
                 workspace=workspace,
                 out=out,
             )

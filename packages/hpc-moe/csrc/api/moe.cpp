@@ -24,8 +24,8 @@ void bind_moe(nb::module_& module) {
          int64_t out_stride, int device, uint64_t stream) {
         require_sm90("hpc_moe.fused_moe", device);
         check(quant >= 0 && quant <= 2, "hpc_moe.fused_moe", "quant", "0 (none), 1 (block) or 2 (tensor)", quant);
-        check(config.regime != Regime::kLow, "hpc_moe.fused_moe", "config", "a regime with kernels (mid or large)",
-              "low");
+        check(config.regime != Regime::kLow || quant != 0, "hpc_moe.fused_moe", "config",
+              "a regime with kernels for bf16 weights (mid or large)", "low");
         check(config.chunk_tokens > 0, "hpc_moe.fused_moe", "config", "at least one token", config.chunk_tokens);
         Call call{};
         call.quant = static_cast<Quant>(quant);

@@ -23,6 +23,7 @@ constexpr int32_t kMaxLocalExperts = 512;
 constexpr int32_t kMaxExperts = 1 << 16;  // over all ranks
 constexpr int32_t kMaxDim = 1 << 17;      // H and I
 constexpr int32_t kScaleK = 128;          // elements of H that share a scale
+constexpr int32_t kLowMaxPairs = 1024;    // (token, slot) pairs of the low regime: every CTA routes them itself
 
 enum class Quant : int32_t { kNone = 0, kBlock = 1, kTensor = 2 };
 
@@ -46,18 +47,18 @@ struct Problem {
 
 // Byte offsets into the workspace, multiples of 256. Regions of size 0 share the next one's offset.
 struct Layout {
-  int64_t counters;     // int32 [64]: num_rows, num_tiles, then tickets; zeroed by the call's first kernel
-  int64_t offsets;      // int32 [E + 1]
+  int64_t counters;      // int32 [64]: num_rows, num_tiles, then tickets; zeroed by the call's first kernel
+  int64_t offsets;       // int32 [E + 1]
   int64_t tile_offsets;  // int32 [E + 1], first tile of each expert
-  int64_t slot_to_row;  // int32 [chunk_rows]
-  int64_t row_to_slot;  // int32 [chunk_rows]
-  int64_t tasks;        // TileTask [max_tiles]
-  int64_t x_q;          // e4m3 [chunk_tokens, H], where x_in_workspace
-  int64_t x_scale;      // fp32 [chunk_tokens, H / 128], where x_in_workspace and quant is kBlock
-  int64_t h;            // [chunk_rows, I]: bf16 where h_is_bf16, else e4m3
-  int64_t h_scale;      // fp32 [chunk_rows, I / act_group], where quant is kBlock and h is e4m3
-  int64_t y;            // bf16 [chunk_rows, H]: down's rows before the reduction
-  int64_t bytes;        // of the whole workspace
+  int64_t slot_to_row;   // int32 [chunk_rows]
+  int64_t row_to_slot;   // int32 [chunk_rows]
+  int64_t tasks;         // TileTask [max_tiles]
+  int64_t x_q;           // e4m3 [chunk_tokens, H], where x_in_workspace
+  int64_t x_scale;       // fp32 [chunk_tokens, H / 128], where x_in_workspace and quant is kBlock
+  int64_t h;             // [chunk_rows, I]: bf16 where h_is_bf16, else e4m3
+  int64_t h_scale;       // fp32 [chunk_rows, I / act_group], where quant is kBlock and h is e4m3
+  int64_t y;             // bf16 [chunk_rows, H]: down's rows before the reduction
+  int64_t bytes;         // of the whole workspace
 };
 
 struct Config {
@@ -131,21 +132,22 @@ inline Layout make_layout(const Problem& p, const Config& c) {
 
 }  // namespace detail
 
-// Most (token, slot) pairs of the low regime: 1,024 (every CTA of the gate-up kernel routes them itself), and 8 for an
-// expert on average (one n8 step). None where the regime must not depend on the batch.
+// Most (token, slot) pairs of the low regime: 8 for an expert on average (one n8 step), and kLowMaxPairs. None where
+// the regime must not depend on the batch.
 inline int64_t low_pairs(const Problem& p) {
   const int64_t few = 8 * static_cast<int64_t>(p.num_experts);
-  return p.batch_invariant ? 0 : (few < 1024 ? few : 1024);
+  return p.batch_invariant ? 0 : (few < kLowMaxPairs ? few : kLowMaxPairs);
 }
 
-// kLarge: more than 128 rows an expert on average, so that pairs of tiles are common.
-// kLow has no GPU kernels yet: on a GPU (num_sms > 0) its calls take kMid.
-constexpr bool kLowOnGpu = false;
+// Whether the low regime's kernels are used on a GPU (num_sms > 0). They multiply FP8 alone: bf16 weights take kMid.
+constexpr bool kLowOnGpu = true;
 
 inline Regime choose_regime(const Problem& p, int64_t chunk_tokens) {
   const int64_t pairs = chunk_tokens * p.top_k;
   if (p.batch_invariant) return Regime::kMid;
-  if (pairs <= low_pairs(p) && (kLowOnGpu || p.num_sms == 0)) return Regime::kLow;
+  const bool low = p.num_sms == 0 || (kLowOnGpu && p.quant != Quant::kNone);
+  if (low && pairs <= low_pairs(p)) return Regime::kLow;
+  // kLarge: more than 128 rows an expert on average, so that pairs of tiles are common.
   return pairs > 128 * static_cast<int64_t>(p.num_experts) ? Regime::kLarge : Regime::kMid;
 }
 

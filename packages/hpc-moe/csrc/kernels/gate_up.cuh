@@ -12,14 +12,6 @@
 
 namespace hpc::moe {
 
-__device__ __forceinline__ float swiglu(float gate, float up, float limit) {
-  if (limit >= 0.0f) {  // comparisons that keep a NaN, unlike fminf
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : (up < -limit ? -limit : up);
-  }
-  return gate / (1.0f + __expf(-gate)) * up;
-}
-
 template <Quant kQuant, bool kHalf>
 struct GateUpEpilogue {
   static constexpr bool kBlock = kQuant == Quant::kBlock;

@@ -77,4 +77,23 @@ struct ReduceParams {
   int32_t top_k;
 };
 
+// The low regime's two kernels: everything of a call.
+struct LowParams {
+  IndexParams index;     // `routing` is not used: both kernels find the index for themselves
+  const uint8_t* x;      // [T, H] bf16 or e4m3
+  int64_t x_stride;      // bytes
+  const float* x_scale;  // kBlock, x e4m3: [T, H / 128]; kTensor: [1]
+  int64_t x_scale_stride, x_scale_step;
+  const uint8_t* w13;      // [E, 2 I, H]
+  const uint8_t* w2;       // [E, H, I]
+  const float* w13_scale;  // kBlock: [E, 2 I / b, H / 128]; kTensor: [E]
+  const float* w2_scale;   // kBlock: [E, H / 128, I / b]; kTensor: [E]
+  const float* act_scale;  // kTensor: [1]
+  void* h;                 // [rows, I] bf16 (kBlock) or e4m3 (kTensor)
+  int32_t hidden;
+  int32_t intermediate;
+  float swiglu_limit;   // negative: none
+  ReduceParams reduce;  // y and slot_to_row are not used
+};
+
 }  // namespace hpc::moe

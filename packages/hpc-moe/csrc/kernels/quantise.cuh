@@ -1,4 +1,5 @@
-// e4m3 quantisation, in one place: static per tensor, or dynamic per group with the group's largest magnitude on 448.
+// The activation between the GEMMs, and e4m3 quantisation: static per tensor, or dynamic per group with the group's
+// largest magnitude on 448. In one place, for all kernels.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,6 +10,15 @@
 namespace hpc::moe {
 
 constexpr float kE4m3Max = 448.0f;
+
+// silu(min(gate, limit)) * clamp(up, -limit, limit); a negative limit is none.
+__device__ __forceinline__ float swiglu(float gate, float up, float limit) {
+  if (limit >= 0.0f) {  // comparisons that keep a NaN, unlike fminf
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : (up < -limit ? -limit : up);
+  }
+  return gate / (1.0f + __expf(-gate)) * up;
+}
 
 // Scale of a quantised group and the factor that quantises it; the same arithmetic as the reference's.
 struct GroupScale {

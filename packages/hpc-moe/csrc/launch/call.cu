@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "launch/low.hpp"
 #include "launch/moe.hpp"
 
 namespace hpc::moe {
@@ -23,6 +24,60 @@ uint32_t stride16(const char* argument, int64_t bytes, int64_t rows) {
   return static_cast<uint32_t>(bytes / 16);
 }
 
+IndexParams index_params(const Call& c, int64_t begin, int64_t tokens, const Routing& routing) {
+  IndexParams p{};
+  p.topk_ids = bytes_at(c.topk_ids, begin * c.id_token_stride * (c.ids_are_int64 ? 8 : 4));
+  p.id_token_stride = c.id_token_stride;
+  p.id_slot_stride = c.id_slot_stride;
+  p.first_expert = static_cast<int64_t>(c.ep_rank) * c.num_local;
+  p.num_pairs = static_cast<int32_t>(tokens * c.top_k);
+  p.top_k = c.top_k;
+  p.num_experts = c.num_local;
+  p.routing = routing;
+  return p;
+}
+
+ReduceParams reduce_params(const Call& c, int64_t begin, int64_t tokens, const void* y, const int32_t* slot_to_row) {
+  ReduceParams p{};
+  p.y = y;
+  p.slot_to_row = slot_to_row;
+  p.topk_weights = c.topk_weights + begin * c.weight_token_stride;
+  p.weight_token_stride = c.weight_token_stride;
+  p.weight_slot_stride = c.weight_slot_stride;
+  p.shared_output = c.shared_output ? bytes_at(c.shared_output, begin * c.shared_stride * 2) : nullptr;
+  p.shared_stride = c.shared_stride;
+  p.out = static_cast<uint8_t*>(c.out) + begin * c.out_stride * 2;
+  p.out_stride = c.out_stride;
+  p.routed_scaling_factor = c.routed_scaling_factor;
+  p.num_tokens = static_cast<int32_t>(tokens);
+  p.hidden = c.hidden;
+  p.top_k = c.top_k;
+  return p;
+}
+
+// The low regime's two kernels; its calls are one chunk.
+void run_low(const Call& c, const Config& config, cudaStream_t stream) {
+  LowParams p{};
+  p.index = index_params(c, 0, c.tokens, {});
+  p.x = static_cast<const uint8_t*>(c.x);
+  p.x_stride = c.x_stride * (c.x_is_bf16 ? 2 : 1);
+  p.x_scale = c.x_scale;
+  p.x_scale_stride = c.x_scale_stride;
+  p.x_scale_step = c.x_scale_step;
+  p.w13 = static_cast<const uint8_t*>(c.w13);
+  p.w2 = static_cast<const uint8_t*>(c.w2);
+  p.w13_scale = c.w13_scale;
+  p.w2_scale = c.w2_scale;
+  p.act_scale = c.act_scale;
+  p.h = at<uint8_t>(c.workspace, config.layout.h);
+  p.hidden = c.hidden;
+  p.intermediate = c.intermediate;
+  p.swiglu_limit = c.swiglu_limit;
+  p.reduce = reduce_params(c, 0, c.tokens, nullptr, nullptr);
+  launch_low_up(c.quant, c.x_is_bf16, c.ids_are_int64, p, config.up_grid, stream);
+  launch_low_down(c.quant, c.ids_are_int64, p, config.down_columns, stream);
+}
+
 // The four kernels of tokens [begin, begin + tokens).
 void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t tokens, const CUtensorMap& up_map,
                const CUtensorMap& down_map, int num_sms, cudaStream_t stream) {
@@ -30,7 +85,6 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   const int element = c.quant == Quant::kNone ? 2 : 1;  // bytes of a weight, and of what it is multiplied with
   const bool half = c.quant == Quant::kBlock && config.act_group == 64;
   const bool quantise = config.x_in_workspace;
-  const auto pairs = static_cast<int32_t>(tokens * c.top_k);
 
   Routing routing;
   routing.offsets = at<int32_t>(c.workspace, l.offsets);
@@ -41,15 +95,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
 
   const int x_element = c.x_is_bf16 ? 2 : 1;
   const uint8_t* x = bytes_at(c.x, begin * c.x_stride * x_element);
-  IndexParams index{};
-  index.topk_ids = bytes_at(c.topk_ids, begin * c.id_token_stride * (c.ids_are_int64 ? 8 : 4));
-  index.id_token_stride = c.id_token_stride;
-  index.id_slot_stride = c.id_slot_stride;
-  index.first_expert = static_cast<int64_t>(c.ep_rank) * c.num_local;
-  index.num_pairs = pairs;
-  index.top_k = c.top_k;
-  index.num_experts = c.num_local;
-  index.routing = routing;
+  const IndexParams index = index_params(c, begin, tokens, routing);
   QuantiseParams q{};
   if (quantise) {
     q.x = x;
@@ -113,26 +159,16 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   down.top_k = c.top_k;
   launch_down(c.quant, half, down_map, down, c.num_local, config.down_grid, stream);
 
-  ReduceParams reduce{};
-  reduce.y = at<uint8_t>(c.workspace, l.y);
-  reduce.slot_to_row = routing.slot_to_row;
-  reduce.topk_weights = c.topk_weights + begin * c.weight_token_stride;
-  reduce.weight_token_stride = c.weight_token_stride;
-  reduce.weight_slot_stride = c.weight_slot_stride;
-  reduce.shared_output = c.shared_output ? bytes_at(c.shared_output, begin * c.shared_stride * 2) : nullptr;
-  reduce.shared_stride = c.shared_stride;
-  reduce.out = static_cast<uint8_t*>(c.out) + begin * c.out_stride * 2;
-  reduce.out_stride = c.out_stride;
-  reduce.routed_scaling_factor = c.routed_scaling_factor;
-  reduce.num_tokens = static_cast<int32_t>(tokens);
-  reduce.hidden = c.hidden;
-  reduce.top_k = c.top_k;
-  launch_reduce(reduce, num_sms, stream);
+  launch_reduce(reduce_params(c, begin, tokens, down.out, routing.slot_to_row), num_sms, stream);
 }
 
 }  // namespace
 
 void run(const Call& c, const Config& config, int num_sms, cudaStream_t stream) {
+  if (config.regime == Regime::kLow) {
+    if (c.tokens > 0) run_low(c, config, stream);
+    return;
+  }
   const int element = c.quant == Quant::kNone ? 2 : 1;
   const int64_t experts = c.num_local;
   const CUtensorMap up_map =

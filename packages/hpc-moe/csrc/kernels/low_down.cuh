@@ -1,0 +1,297 @@
+// Low regime, second of two kernels: y = h * w2^T of every row, and the weighted sum over a token's slots.
+//
+// Grid: one CTA for each 16 * kFragments columns of H; it computes them for all rows, so the reduction stays in its
+// shared memory: no partial results in memory, no atomics, sums in slot order. 256 threads: the warps are `streams`
+// groups of `splits` warps; a group takes every streams-th tile, its warps share the tile's scale groups (128 of I, or
+// 64). Rows 2 g and 2 g + 1 of a fragment's 16 columns are rows g and g + 8 of m16n8k16, so a thread has neighbouring
+// columns. Weights and h come through rings as in the gate-up kernel; bf16 h (block scales) is quantised as it leaves.
+// Shared memory: rings | weight scales of each warp and slot | sums of the warps of a group, twice | y, bf16 |
+// topk_weights | routing; counters share the rings' memory.
+// PDL: finds the routing, topk_weights and the first weights before the wait (ids and topk_weights are two kernels
+// old); h after it.
+#pragma once
+
+#include "kernels/low_common.cuh"
+
+namespace hpc::moe {
+
+template <Quant kQuant, bool kHalf, int kFragments>
+struct LowDown {
+  static constexpr bool kBlock = kQuant == Quant::kBlock;
+  static constexpr int kColumns = 16 * kFragments, kChunks = kHalf ? 1 : 2;
+  static constexpr int kWeights = kFragments * kChunks * 2, kVectors = kWeights + kChunks * (kBlock ? 2 : 1);
+  static constexpr int kPitch = kColumns * 2 + 4;  // bytes of a row of y, padded against conflicts
+  static constexpr int kSumBytes = kLowWarps * kFragments * 512;
+  // As many slots as fit beside the rest: 64 to 96 KB of weights in flight.
+  static constexpr int kRest = 2 * kSumBytes + kLowMaxPairs * (kPitch + 4) + static_cast<int>(sizeof(LowRoute));
+  static constexpr int kFit = (232448 - kRest) / (kLowWarps * (kVectors * 512 + 16));
+  static constexpr int kSlots = kFit < 8 ? kFit : 8;
+  using Ring = LaneRing<kSlots, kVectors>;
+  static constexpr int kScalesAt = kLowWarps * Ring::kBytes;
+  static constexpr int kSumsAt = kScalesAt + kLowWarps * kSlots * 16;
+  static constexpr int kYAt = kSumsAt + 2 * kSumBytes;
+  static constexpr int kWeightsAt = kYAt + kLowMaxPairs * kPitch;
+  static constexpr int kRouteAt = kWeightsAt + kLowMaxPairs * 4;
+  static constexpr int kSmemBytes = kRouteAt + sizeof(LowRoute);
+  static_assert(sizeof(LowScratch) <= kScalesAt && kSmemBytes <= 232448);
+
+  const LowParams& p;
+  const LowRoute& route;
+  uint8_t* smem;
+  uint32_t base;
+  int warp, lane, groups, splits;
+
+  struct Place {
+    int tile, group;
+  };
+
+  struct Source {
+    const uint8_t *weight, *h;
+    const float* scale;
+    int bytes;
+  };
+
+  __device__ __forceinline__ int streams() const { return kLowWarps / splits; }
+  __device__ __forceinline__ int part() const { return warp % splits; }
+  __device__ __forceinline__ bool next(Place& at) const {
+    at.group += splits;
+    if (at.group < groups) return true;
+    at.group = part();
+    at.tile += streams();
+    return at.tile < route.num_tiles;
+  }
+
+  __device__ __forceinline__ uint32_t scale_at(const Ring& ring) const {
+    return base + kScalesAt + (warp * kSlots + ring.slot()) * 16;
+  }
+
+  __device__ __forceinline__ Source source(int index) const {
+    const LowTile tile = route.tiles[index];
+    const int g = lane / 4, t = lane % 4, column = blockIdx.x * kColumns;
+    Source s;
+    s.weight = p.w2 + (static_cast<int64_t>(tile.expert) * p.hidden + column + 2 * g) * p.intermediate + 16 * t;
+    s.bytes = g < tile.rows ? 16 : 0;
+    s.h = static_cast<const uint8_t*>(p.h) +
+          static_cast<int64_t>(tile.row + (g < tile.rows ? g : 0)) * p.intermediate * (kBlock ? 2 : 1) +
+          (kBlock ? 32 : 16) * t;
+    s.scale =
+        kBlock ? p.w2_scale + (static_cast<int64_t>(tile.expert) * (p.hidden / 128) + column / 128) * groups : nullptr;
+    return s;
+  }
+
+  __device__ __forceinline__ void fill_weights(const Ring& ring, const Source& s, int group) const {
+    const uint8_t* weight = s.weight + group * (64 * kChunks);
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const uint8_t* even = weight + static_cast<int64_t>(16 * f) * p.intermediate + c * 64;
+        cp_async16(ring.at((f * kChunks + c) * 2), even);
+        cp_async16(ring.at((f * kChunks + c) * 2 + 1), even + p.intermediate);
+      }
+    }
+    if constexpr (kBlock) {
+      if (lane == 0) cp_async4(scale_at(ring), s.scale + group, 4);
+    }
+  }
+
+  __device__ __forceinline__ void fill_rows(const Ring& ring, const Source& s, int group) const {
+    const uint8_t* h = s.h + group * (64 * kChunks * (kBlock ? 2 : 1));
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if constexpr (kBlock) {
+        cp_async16(ring.at(kWeights + 2 * c), h + c * 128, s.bytes);
+        cp_async16(ring.at(kWeights + 2 * c + 1), h + c * 128 + 16, s.bytes);
+      } else {
+        cp_async16(ring.at(kWeights + c), h + c * 64, s.bytes);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply(const Ring& ring, float (&acc)[kFragments][4]) const {
+    LowFragment fragment[kChunks];
+    if constexpr (kBlock) {
+      const float row_scale = quantise_fragments<kQuant, kChunks>(ring, kWeights, 0.0f, fragment);
+      const float weight = lds_float(scale_at(ring));
+      const int t = lane % 4;
+      const float first = __shfl_sync(~0u, row_scale, 8 * t) * weight;
+      const float second = __shfl_sync(~0u, row_scale, 8 * t + 4) * weight;
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        float part[4] = {};
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) multiply_rows(ring, (f * kChunks + c) * 2, fragment[c], part);
+        acc[f][0] = fmaf(part[0], first, acc[f][0]);
+        acc[f][1] = fmaf(part[1], second, acc[f][1]);
+        acc[f][2] = fmaf(part[2], first, acc[f][2]);
+        acc[f][3] = fmaf(part[3], second, acc[f][3]);
+      }
+    } else {
+      load_fragments<kChunks>(ring, kWeights, fragment);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) multiply_rows(ring, (f * kChunks + c) * 2, fragment[c], acc[f]);
+      }
+    }
+  }
+
+  // Rounds a tile's sums to bf16 into y.
+  __device__ __forceinline__ void put(const LowTile& tile, const float (&acc)[kFragments][4]) const {
+    const float scale = kBlock ? 1.0f : p.w2_scale[tile.expert] * *p.act_scale;
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = 2 * (lane % 4) + i;
+        if (row < tile.rows) {
+          *reinterpret_cast<__nv_bfloat162*>(smem + kYAt + (tile.row + row) * kPitch + f * 32 + lane / 4 * 4) =
+              __floats2bfloat162_rn(acc[f][i] * scale, acc[f][i + 2] * scale);
+        }
+      }
+    }
+  }
+
+  // The sums of a group's warps, added by its first warp in their order.
+  __device__ __forceinline__ void exchange(uint32_t sums, bool live, float (&acc)[kFragments][4]) const {
+    if (live && part() > 0) {
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        sts128(sums + (warp * kFragments + f) * 512 + lane * 16,
+               make_uint4(__float_as_uint(acc[f][0]), __float_as_uint(acc[f][1]), __float_as_uint(acc[f][2]),
+                          __float_as_uint(acc[f][3])));
+      }
+    }
+    __syncthreads();
+    if (live && part() == 0) {
+      for (int other = 1; other < splits; ++other) {
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+          const uint4 raw = lds128(sums + ((warp + other) * kFragments + f) * 512 + lane * 16);
+          acc[f][0] += __uint_as_float(raw.x), acc[f][1] += __uint_as_float(raw.y);
+          acc[f][2] += __uint_as_float(raw.z), acc[f][3] += __uint_as_float(raw.w);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    Ring ring(base + warp * Ring::kBytes, lane);
+    const int first = warp / splits, tiles = route.num_tiles;
+    Place feed{first, part()};
+    // part() < splits <= groups, so that every warp with a tile has a scale group of it.
+    bool more = first < tiles;
+    Source from{};
+    if (more) from = source(first);
+    // Slots that are filled before the wait, weights first; then the rows of h behind it.
+    Place rows = feed;
+    bool more_rows = more;
+    Source rows_from = from;
+    const auto advance = [&](Place& at, Source& of, bool& any) {
+      const int tile = at.tile;
+      any = next(at);
+      if (any && at.tile != tile) of = source(at.tile);
+    };
+#pragma unroll 1
+    for (int i = 0; i < kSlots; ++i) {
+      if (more) {
+        fill_weights(ring, from, feed.group);
+        advance(feed, from, more);
+      }
+      ring.advance();
+    }
+    pdl_wait();
+    pdl_trigger();
+#pragma unroll 1
+    for (int i = 0; i < kSlots; ++i) {
+      if (more_rows) {
+        fill_rows(ring, rows_from, rows.group);
+        advance(rows, rows_from, more_rows);
+      }
+      cp_async_commit();
+      ring.advance();
+    }
+
+    uint32_t sums = base + kSumsAt;
+#pragma unroll 1
+    for (int begin = 0; begin < tiles; begin += streams()) {
+      const int index = begin + first;
+      const bool live = index < tiles;
+      float acc[kFragments][4] = {};
+      if (live) {
+#pragma unroll 1
+        for (int group = part(); group < groups; group += splits) {
+          cp_async_wait<kSlots - 1>();
+          __syncwarp();
+          multiply(ring, acc);
+          __syncwarp();
+          if (more) {
+            fill_weights(ring, from, feed.group);
+            fill_rows(ring, from, feed.group);
+            advance(feed, from, more);
+          }
+          cp_async_commit();
+          ring.advance();
+        }
+      }
+      if (splits > 1) {
+        exchange(sums, live, acc);
+        sums = 2 * (base + kSumsAt) + kSumBytes - sums;  // the other buffer
+      }
+      if (live && part() == 0) put(route.tiles[index], acc);
+    }
+    __syncthreads();
+    reduce();
+  }
+
+  // out = factor * sum over slots of weight * y + shared_output: a thread has two columns of a token.
+  __device__ __forceinline__ void reduce() const {
+    const ReduceParams& r = p.reduce;
+    const auto* weights = reinterpret_cast<const float*>(smem + kWeightsAt);
+    const int column = blockIdx.x * kColumns + threadIdx.x % (kColumns / 2) * 2;
+    for (int token = threadIdx.x / (kColumns / 2); token < r.num_tokens; token += kLowThreads / (kColumns / 2)) {
+      float2 sum = make_float2(0.0f, 0.0f);
+      for (int slot = 0; slot < r.top_k; ++slot) {
+        const int pair = token * r.top_k + slot, row = route.pair_to_row[pair];
+        if (row == kNoLowRow) continue;
+        const float weight = weights[pair];
+        const float2 y = __bfloat1622float2(
+            *reinterpret_cast<const __nv_bfloat162*>(smem + kYAt + row * kPitch + threadIdx.x % (kColumns / 2) * 4));
+        sum.x = fmaf(weight, y.x, sum.x);
+        sum.y = fmaf(weight, y.y, sum.y);
+      }
+      float2 shared = make_float2(0.0f, 0.0f);
+      if (r.shared_output) {
+        shared = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(
+            static_cast<const __nv_bfloat16*>(r.shared_output) + token * r.shared_stride + column));
+      }
+      *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(r.out) + token * r.out_stride + column) =
+          __floats2bfloat162_rn(fmaf(r.routed_scaling_factor, sum.x, shared.x),
+                                fmaf(r.routed_scaling_factor, sum.y, shared.y));
+    }
+  }
+};
+
+template <class Id, Quant kQuant, bool kHalf, int kFragments>
+__global__ void __launch_bounds__(kLowThreads, 1) low_down_kernel(const __grid_constant__ LowParams p, int splits) {
+  extern __shared__ __align__(128) uint8_t smem[];
+  using Down = LowDown<kQuant, kHalf, kFragments>;
+  auto& route = *reinterpret_cast<LowRoute*>(smem + Down::kRouteAt);
+  auto* weights = reinterpret_cast<float*>(smem + Down::kWeightsAt);
+  for (int pair = threadIdx.x; pair < p.index.num_pairs; pair += kLowThreads) {
+    const int token = pair / p.index.top_k, slot = pair - token * p.index.top_k;
+    weights[pair] = p.reduce.topk_weights[token * p.reduce.weight_token_stride + slot * p.reduce.weight_slot_stride];
+  }
+  low_route<Id>(p.index, route, *reinterpret_cast<LowScratch*>(smem));
+  Down down{p,
+            route,
+            smem,
+            shared_address(smem),
+            static_cast<int>(threadIdx.x) / 32,
+            static_cast<int>(threadIdx.x) % 32,
+            p.intermediate / (kHalf ? 64 : 128),
+            splits};
+  down.run();
+}
+
+}  // namespace hpc::moe
