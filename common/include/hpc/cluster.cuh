@@ -1,5 +1,5 @@
-// Thread block clusters: ranks, barriers, stores into another CTA's shared memory, and copies that arrive in several
-// CTAs at once. Cluster addresses are 32 bits wide and come from cluster_address().
+// Thread block clusters: ranks, barriers, and stores into another CTA's shared memory. Cluster addresses are 32 bits
+// wide and come from cluster_address().
 //
 // A split sum over a cluster: every CTA owns a part of the tile and an mbarrier that expects the bytes of all ranks'
 // partials of that part; each CTA pushes with store_async and leaves when its own barrier has completed, so nobody
@@ -8,8 +8,6 @@
 // push. The owner's mbarrier_wait() needs no wider scope than its CTA: an asynchronous store is performed in its shared
 // memory before the barrier counts it.
 #pragma once
-
-#include <cuda.h>
 
 #include <cstdint>
 
@@ -44,23 +42,6 @@ __device__ __forceinline__ void store_async_16(uint32_t address, uint32_t barrie
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(address),
       "r"(barrier), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-      : "memory");
-}
-
-// Arrives once at an mbarrier of any CTA of the cluster, to say that this thread has finished reading something.
-// Relaxed: a release at cluster scope costs a fence of the whole GPU, and finished reads need none.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// A tensor copy that arrives at the same offset in every CTA of `mask`, and completes on the mbarrier at the same offset
-// in each of them.
-__device__ __forceinline__ void tma_load_3d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
-                                                      int c1, int c2, uint16_t mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(mask)
       : "memory");
 }
 

@@ -84,31 +84,30 @@ def candidates_of(m: int, n: int, k: int, terms: int, count: int) -> list:
         if t <= max(8, 2 * m) and m <= 1024
     ]
     tile = [
-        {"kernel": "tile", "rows": r, "k_groups": g, "tokens": t, "split": s, "token_tiles": a}
-        for (r, g, t), s, a in itertools.product(_C.WGMMA_TILES, range(1, 9), (1, 2, 4))
-        if s * a <= 8 and t <= max(32, 2 * m) and m >= 16 and (a == 1 or m > t)
+        {"kernel": "tile", "rows": r, "k_groups": g, "tokens": t, "split": s}
+        for (r, g, t), s in itertools.product(_C.WGMMA_TILES, range(1, 9))
+        if t <= max(32, 2 * m) and m >= 16
     ]
-    for fields in stream + tile:
+    for fields, stages in itertools.product(stream + tile, (0, 3, 5, 7, 8, 10)):
         try:
-            config = _C.make_config(m=m, n=n, k=k, terms=terms, **fields)
+            config = _C.make_config(m=m, n=n, k=k, terms=terms, stages=stages, **fields)
         except ValueError:
             continue
-        found[repr(config)] = (_C.estimate_us(config, m=m, n=n, k=k, terms=terms), config)
+        if stages == 0 or config.smem_bytes > 113 * 1024:
+            found[repr(config)] = (_C.estimate_us(config, m=m, n=n, k=k, terms=terms), config)
     chosen = _C.choose_config(m=m, n=n, k=k, terms=terms)
     result, per_tile = [chosen], {}
     for name, (_, config) in sorted(found.items(), key=lambda item: item[1][0]):
         tile_name = (config.kernel, config.rows, config.tokens, config.k_groups)
         per_tile[tile_name] = per_tile.get(tile_name, 0) + 1
-        if name != repr(chosen) and per_tile[tile_name] <= 4 and len(result) < count:
+        if name != repr(chosen) and per_tile[tile_name] <= 5 and len(result) < count:
             result.append(config)
     return result
 
 
 def short(config) -> str:
-    name = f"{config.kernel[0]}{config.rows}x{config.tokens} S{config.split}"
-    if config.token_tiles > 1:
-        name += f" mc{config.token_tiles}"
-    return f"{name} st{config.stages} c{config.ctas}"
+    groups = f"g{config.k_groups}" if config.kernel == "tile" else ""
+    return f"{config.kernel[0]}{config.rows}x{config.tokens}{groups} S{config.split} st{config.stages} c{config.ctas}"
 
 
 def calls_of(buffers, terms, config):

@@ -25,11 +25,11 @@ def _ceil(a: int, b: int) -> int:
 @given(problems)
 def test_config_is_legal_and_covers_the_problem(problem: dict) -> None:
     c = _C.choose_config(**problem)
-    assert 1 <= c.split * c.token_tiles <= 8
+    assert 1 <= c.split <= 8
     assert 0 < c.smem_bytes <= SMEM_LIMIT
     tiles = (c.rows, c.tokens) if c.kernel == "stream" else (c.rows, c.k_groups, c.tokens)
     assert tiles in (_C.STREAM_TILES if c.kernel == "stream" else _C.WGMMA_TILES)
-    token_tiles = _ceil(_ceil(problem["m"], c.tokens), c.token_tiles) * c.token_tiles
+    token_tiles = _ceil(problem["m"], c.tokens)
     expert_tiles = _ceil(problem["n"], c.rows)
     assert c.ctas == token_tiles * expert_tiles * c.split
     assert c.stages >= (1 if c.kernel == "stream" else 2 * c.k_groups)
@@ -37,7 +37,7 @@ def test_config_is_legal_and_covers_the_problem(problem: dict) -> None:
     if c.kernel == "tile":
         assert c.split <= _ceil(problem["k"], 128)
     # The same Config by hand is accepted and the same.
-    fields = {name: getattr(c, name) for name in ("kernel", "rows", "tokens", "k_groups", "split", "token_tiles")}
+    fields = {name: getattr(c, name) for name in ("kernel", "rows", "tokens", "k_groups", "split")}
     assert repr(_C.make_config(**problem, **fields, stages=c.stages)) == repr(c)
 
 
@@ -64,8 +64,6 @@ def test_two_terms_never_sum_more_than_256_of_k_unpromoted(problem: dict) -> Non
         {"kernel": "stream", "rows": 64, "tokens": 8},
         {"kernel": "stream", "rows": 16, "tokens": 8, "split": 9},
         {"kernel": "tile", "rows": 64, "tokens": 64, "k_groups": 2},
-        {"kernel": "tile", "rows": 64, "tokens": 104, "k_groups": 2, "split": 2, "token_tiles": 2},
-        {"kernel": "tile", "rows": 64, "tokens": 64, "k_groups": 1, "token_tiles": 2},
         {"kernel": "tile", "rows": 128, "tokens": 192, "k_groups": 1, "stages": 16},
         {"kernel": "tile", "rows": 64, "tokens": 104, "k_groups": 2, "stages": 3},
     ],

@@ -55,16 +55,13 @@ struct Problem {
 
 struct Config {
   Kernel kernel = Kernel::kStream;
-  int rows = 16;        // experts of a CTA's tile
-  int tokens = 8;       // tokens of it
-  int k_groups = 1;     // tile: consumer warpgroups that share the rows and alternate over k
-  int split = 1;        // CTAs that share a tile's k
-  int token_tiles = 1;  // tile: token tiles of a cluster, which share weights by multicast; then split is 1
+  int rows = 16;     // experts of a CTA's tile
+  int tokens = 8;    // tokens of it
+  int k_groups = 1;  // tile: consumer warpgroups that share the rows and alternate over k
+  int split = 1;     // CTAs that share a tile's k
   int stages = 4;
   int smem_bytes = 0;
   int64_t ctas = 0;
-
-  int cluster() const { return split * token_tiles; }
 };
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
@@ -112,15 +109,13 @@ struct StreamTile {
 };
 struct WgmmaTile {
   int rows, k_groups, tokens;
-  bool multicast;  // also compiled with token tiles that share weights
   // With one warpgroup two CTAs fit on an SM.
   constexpr bool light() const { return rows == 64 && k_groups == 1; }
 };
 constexpr StreamTile kStreamTiles[] = {{16, 8},  {16, 16}, {16, 32}, {16, 64}, {32, 8}, {32, 16},
                                        {32, 32}, {32, 64}, {48, 8},  {48, 16}, {48, 32}};
-constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32, false},  {64, 1, 64, false},  {64, 1, 104, false},
-                                     {64, 1, 128, false}, {64, 2, 104, true},  {64, 2, 192, false},
-                                     {128, 1, 128, true}, {128, 1, 192, false}};
+constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},  {64, 1, 64},  {64, 1, 104},  {64, 1, 128}, {64, 2, 104},
+                                     {64, 2, 128}, {64, 2, 192}, {128, 1, 128}, {128, 1, 192}};
 
 // Fills in stages (unless `stages` is given: the most that are of use and, except for the large wgmma tiles, let two
 // CTAs share an SM, so that the next call can start on it), shared memory and grid. Returns what is wrong with a Config
@@ -130,17 +125,16 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   bool compiled = false, light = stream;
   if (stream) {
     for (const StreamTile& t : kStreamTiles) compiled = compiled || (t.rows == c.rows && t.tokens == c.tokens);
-    compiled = compiled && c.k_groups == 1 && c.token_tiles == 1;
+    compiled = compiled && c.k_groups == 1;
   } else {
     for (const WgmmaTile& t : kWgmmaTiles) {
       if (t.rows != c.rows || t.k_groups != c.k_groups || t.tokens != c.tokens) continue;
-      compiled = c.token_tiles == 1 || (t.multicast && c.split == 1);
+      compiled = true;
       light = t.light();
     }
   }
   if (!compiled) return "one of the compiled tiles";
-  if (c.split < 1 || c.token_tiles < 1 || c.cluster() > kMaxCluster) return "a cluster of 1 to 8 CTAs";
-  if (c.rows % (8 * c.token_tiles) != 0) return "shares of whole 8 rows";
+  if (c.split < 1 || c.split > kMaxCluster) return "a cluster of 1 to 8 CTAs";
   if (!stream && p.overlapping_x) return "the stream kernel for rows that overlap";
   if (!stream && c.split > ceil_div(p.k, kTileBlockK)) return "a block of k for each CTA of a split";
   const auto smem = [&](int s) {
@@ -152,16 +146,18 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   const int limit = stream ? kStreamMaxStages : kTileMaxStages;
   c.stages = stages > 0 ? stages : static_cast<int>(std::clamp<int64_t>(steps, stream ? 1 : 2 * c.k_groups, limit));
   if (stages <= 0) {
-    while (c.stages > 1 && smem(c.stages) > (light ? kSmemLimitOfTwo : kSmemLimit)) --c.stages;
+    c.stages -= c.stages % c.k_groups;
+    while (c.stages > c.k_groups && smem(c.stages) > (light ? kSmemLimitOfTwo : kSmemLimit)) c.stages -= c.k_groups;
   }
   c.smem_bytes = smem(c.stages);
   if (c.stages > limit || c.smem_bytes > kSmemLimit) return "stages that fit in shared memory";
-  // A k group holds a stage until it has begun the next one.
-  if (!stream && c.stages < 2 * c.k_groups) return "two stages for each k group";
-  const int64_t token_groups = ceil_div(ceil_div(p.m, c.tokens), c.token_tiles);
-  const int64_t expert_groups = ceil_div(p.n, c.rows);
-  c.ctas = token_groups * expert_groups * c.cluster();
-  if (token_groups > kMaxGrid || expert_groups > kMaxGrid) return "a grid that a launch can have";
+  // Each k group has a ring of its own, and holds a stage until it has begun the next one.
+  if (!stream && (c.stages < 2 * c.k_groups || c.stages % c.k_groups != 0))
+    return "two stages or more for each k group";
+  const int64_t token_tiles = ceil_div(p.m, c.tokens);
+  const int64_t expert_tiles = ceil_div(p.n, c.rows);
+  c.ctas = token_tiles * expert_tiles * c.split;
+  if (token_tiles > kMaxGrid || expert_tiles > kMaxGrid) return "a grid that a launch can have";
   return nullptr;
 }
 
@@ -173,10 +169,10 @@ inline double estimate(const Problem& p, const Config& c) {
   constexpr double kClusterBytes = 38e3;  // an SM to another's shared memory
   const int terms = weight_terms(p.weight);
   const double part_k = static_cast<double>(ceil_div(p.k, c.split));
-  const double waves = static_cast<double>(ceil_div(c.ctas, p.resident[c.cluster()]));
+  const double waves = static_cast<double>(ceil_div(c.ctas, p.resident[c.split]));
   const double weight_row = part_k * weight_bytes(p.weight), token_row = part_k * 2;
   const double shared_bytes = c.rows * weight_row + c.tokens * token_row;
-  const double l2 = (c.rows * weight_row / c.token_tiles + c.tokens * token_row) / kL2Bytes;
+  const double l2 = (c.rows * weight_row + c.tokens * token_row) / kL2Bytes;
   double math;
   if (c.kernel == Kernel::kStream) {
     // 7 cycles an instruction and scheduler, two warps each; about 60 issue slots a fragment to split.
@@ -229,14 +225,7 @@ inline Config choose(const Problem& p) {
     }
     if (p.batch_invariant || split > k_blocks) continue;
     for (const WgmmaTile& t : kWgmmaTiles) {
-      for (int token_tiles = 1; token_tiles <= (t.multicast && split == 1 && p.m > t.tokens ? 2 : 1); ++token_tiles) {
-        consider({.kernel = Kernel::kTile,
-                  .rows = t.rows,
-                  .tokens = t.tokens,
-                  .k_groups = t.k_groups,
-                  .split = split,
-                  .token_tiles = token_tiles});
-      }
+      consider({.kernel = Kernel::kTile, .rows = t.rows, .tokens = t.tokens, .k_groups = t.k_groups, .split = split});
     }
   }
   check(best_time > 0, where, "problem", "sizes that a kernel takes", text("m ", p.m, ", n ", p.n, ", k ", p.k));

@@ -1,8 +1,7 @@
 // Router GEMM for many tokens: y[m, n] = x[m, k] weight[n, k]^T by wgmma, the fp32 weight split in registers.
 //
-// Tile    64 WM expert rows (the M of wgmma, A from registers) x NT tokens (its N, from shared memory). Grid (cluster,
-//         expert tiles, token tiles of clusters): the CTAs of a cluster share a tile, each with a part of k, or, with
-//         multicast, have neighbouring token tiles and share the weights' copies.
+// Tile    64 WM expert rows (the M of wgmma, A from registers) x NT tokens (its N, from shared memory). Grid (split,
+//         expert tiles, token tiles); the `split` CTAs of a tile are one cluster, each with a part of k.
 // Warps   WM x WK consumer warpgroups, then the producer, of which one thread issues all copies. A consumer (wm, wk)
 // has
 //         rows 64 wm .. 64 wm + 63 and every WK-th block of k = 128. One consumer alone leaves room for a second CTA on
@@ -31,18 +30,19 @@
 
 namespace hpc::router {
 
-template <int WM, int WK, int NT, bool kMulticast, Weight kWeight>
+template <int WM, int WK, int NT, Weight kWeight>
 struct TileShape {
   static constexpr int kTerms = weight_terms(kWeight);
   static constexpr bool kFloat = kWeight != Weight::kBf16;
   static constexpr int kRows = 64 * WM;
   static constexpr int kConsumers = WM * WK;
-  // With several consumers the producer is a whole warpgroup, so that it can give its registers away.
-  static constexpr int kThreads = 128 * kConsumers + (kConsumers == 1 ? 32 : 128);
-  static constexpr int kMinCtas = kConsumers == 1 ? 2 : 1;                        // of an SM
+  // With several consumers the producers are a whole warpgroup, so that it can give its registers away.
+  static constexpr int kProducers = kConsumers == 1 ? 2 : 4;  // warps
+  static constexpr int kThreads = 128 * kConsumers + 32 * kProducers;
+  static constexpr int kMinCtas = kConsumers == 1 ? 2 : 1;                            // of an SM
   static constexpr int kWindow = NT > 160 || (NT >= 128 && kConsumers == 1) ? 1 : 2;  // k16 steps
-  static constexpr int kPromote = kTerms == 3 ? 4 : 8;                            // k16 steps
-  static constexpr int kHalfBytes = kRows * 128;                                  // a box of weights
+  static constexpr int kPromote = kTerms == 3 ? 4 : 8;                                // k16 steps
+  static constexpr int kHalfBytes = kRows * 128;                                      // a box of weights
   static constexpr int kWeightBytes = kHalfBytes * (kFloat ? 2 : 1);
   static constexpr int kStageBytes = tile_stage_bytes(kRows, NT, kWeight);
 };
@@ -65,7 +65,7 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t smem) {
   return v;
 }
 
-// Position in the ring of stages.
+// Position in a ring of stages.
 struct Ring {
   int slot = 0;
   uint32_t phase = 0;
@@ -81,6 +81,13 @@ struct Ring {
 // Addresses in shared memory.
 struct TileMemory {
   uint32_t stages, full, empty, sums_barrier;
+
+  // Those of a k group. Each has a ring of its own: a slot then has one thread that fills it and one order of use, and
+  // nobody who waits by parity can miss a phase.
+  __device__ __forceinline__ TileMemory ring(int k_group, int slots, int stage_bytes) const {
+    return {stages + k_group * slots * stage_bytes, full + k_group * slots * 8, empty + k_group * slots * 8,
+            sums_barrier};
+  }
 };
 
 // First block of k of this CTA, and how many it has.
@@ -92,75 +99,60 @@ struct TileBlocks {
   }
 };
 
-// The producer thread: requests all stages of this CTA's part of k. With multicast each CTA of the cluster copies its
-// share of the weight rows to all of them.
-template <int WM, int WK, int NT, bool kMulticast, Weight kWeight>
-__device__ __forceinline__ void produce_tiles(const TileParams& p, const CUtensorMap* weight_map,
-                                              const CUtensorMap* x_map, const TileMemory& memory) {
-  using Shape = TileShape<WM, WK, NT, kMulticast, kWeight>;
-  const int rank = blockIdx.x;
-  const TileBlocks blocks(p, kMulticast ? 0 : rank);
-  const int total = blocks.count * (kTileBlockK / kTileStageK);
-  const int rows = kMulticast ? Shape::kRows / p.token_tiles : Shape::kRows;
-  const int row0 = blockIdx.y * Shape::kRows + (kMulticast ? rank * rows : 0);
-  const int token0 = static_cast<int>(kMulticast ? blockIdx.z * gridDim.x + rank : blockIdx.z) * NT;
-  const int k0 = blocks.first * kTileBlockK;
-  const uint32_t weights = memory.stages + (kMulticast ? rank * rows * 128 : 0);
+// The thread of producer warp `warp`: fills every kProducers-th slot of the ring with this CTA's part of k.
+template <int WM, int WK, int NT, Weight kWeight>
+__device__ __forceinline__ void produce_tiles(const TileParams& p, int warp, const CUtensorMap* weight_map,
+                                              const CUtensorMap* x_map, const TileMemory& cta) {
+  using Shape = TileShape<WM, WK, NT, kWeight>;
+  // Its ring: of k group `wk`, whose stage i is half i % 2 of block wk + WK (i / 2) of this CTA's.
+  constexpr int kProducers = Shape::kProducers / WK;
+  const int wk = warp / kProducers;
+  warp %= kProducers;
+  const TileBlocks blocks(p, blockIdx.x);
+  const TileMemory memory = cta.ring(wk, p.stages / WK, Shape::kStageBytes);
+  const int stages = p.stages / WK;
+  const int total = 2 * ((blocks.count - wk + WK - 1) / WK);
+  const int row0 = blockIdx.y * Shape::kRows;
+  const int token0 = blockIdx.z * NT;
+  const auto column = [&](int i) { return (blocks.first + wk + WK * (i / 2)) * kTileBlockK + i % 2 * kTileStageK; };
 
-  const auto copy = [&](uint32_t target, uint32_t barrier, int column, int chunk) {
-    if constexpr (kMulticast) {
-      tma_load_3d_multicast(target, weight_map, barrier, column, row0, chunk, (1 << p.token_tiles) - 1);
-    } else {
-      tma_load_3d(target, weight_map, barrier, column, row0, chunk);
-    }
-  };
   const auto load_weight = [&](int slot, int i) {
     const uint32_t barrier = memory.full + slot * 8;
-    const uint32_t target = weights + slot * Shape::kStageBytes;
-    const int k = k0 + i * kTileStageK;
-    if (!Shape::kFloat) {
-      copy(target, barrier, k, 0);
-    } else if (!kMulticast && p.weight_columns == 64) {  // the map has chunks of 32 columns, two to a copy
-      copy(target, barrier, 0, k / 32);
+    const uint32_t target = memory.stages + slot * Shape::kStageBytes;
+    const int k = column(i);
+    if (Shape::kFloat && p.weight_columns == 64) {  // the map has chunks of 32 columns, two to a copy
+      tma_load_3d(target, weight_map, barrier, 0, row0, k / 32);
     } else {
-      copy(target, barrier, k, 0);
-      copy(target + Shape::kHalfBytes, barrier, k + 32, 0);
+      tma_load_3d(target, weight_map, barrier, k, row0, 0);
+      if (Shape::kFloat) tma_load_3d(target + Shape::kHalfBytes, weight_map, barrier, k + 32, row0, 0);
     }
   };
   const auto load_x = [&](int slot, int i) {
     tma_load_2d(memory.stages + slot * Shape::kStageBytes + Shape::kWeightBytes, x_map, memory.full + slot * 8,
-                k0 + i * kTileStageK, token0);
+                column(i), token0);
   };
 
-  const int early = min(p.stages, total);
+  const int early = min(stages, total);
   if (!p.prefetch) pdl_wait();
 #pragma unroll 1
-  for (int i = 0; i < early; ++i) {
+  for (int i = warp; i < early; i += kProducers) {
     mbarrier_arrive_expect_tx(memory.full + i * 8, Shape::kStageBytes);
     load_weight(i, i);
   }
   if (p.prefetch) pdl_wait();
   pdl_trigger();
 #pragma unroll 1
-  for (int i = 0; i < early; ++i) load_x(i, i);
-  Ring ring;
-  ring.advance(early, p.stages);
+  for (int i = warp; i < early; i += kProducers) load_x(i, i);
+  // A slot is always refilled by the same thread: waiting by parity, it must not miss a phase of it.
+  uint32_t phase = 0;
 #pragma unroll 1
-  for (int i = early; i < total; ++i) {
-    mbarrier_wait(memory.empty + ring.slot * 8, ring.phase ^ 1);
-    mbarrier_arrive_expect_tx(memory.full + ring.slot * 8, Shape::kStageBytes);
-    load_weight(ring.slot, i);
-    load_x(ring.slot, i);
-    ring.advance(1, p.stages);
-  }
-  // Other CTAs arrive at these barriers: stay until they have.
-  if constexpr (kMulticast) {
-    Ring last;
-    last.advance(total - early, p.stages);
+  for (int first = stages; first < total; first += stages, phase ^= 1) {
 #pragma unroll 1
-    for (int i = 0; i < early; ++i) {
-      mbarrier_wait(memory.empty + last.slot * 8, last.phase);
-      last.advance(1, p.stages);
+    for (int slot = warp; slot < stages && first + slot < total; slot += kProducers) {
+      mbarrier_wait(memory.empty + slot * 8, phase);
+      mbarrier_arrive_expect_tx(memory.full + slot * 8, Shape::kStageBytes);
+      load_weight(slot, first + slot);
+      load_x(slot, first + slot);
     }
   }
 }
@@ -185,10 +177,10 @@ __device__ __forceinline__ void load_fragment(uint32_t weights, uint32_t lane_of
 }
 
 // A consumer warpgroup's part of the products, in sum[].
-template <int WM, int WK, int NT, bool kMulticast, Weight kWeight>
-__device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int wk, const TileMemory& memory,
+template <int WM, int WK, int NT, Weight kWeight>
+__device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int wk, const TileMemory& cta,
                                                float (&sum)[NT / 2]) {
-  using Shape = TileShape<WM, WK, NT, kMulticast, kWeight>;
+  using Shape = TileShape<WM, WK, NT, kWeight>;
   constexpr int kTerms = Shape::kTerms;
   constexpr int kWindow = Shape::kWindow;
   constexpr int kWindows = 8 / kWindow;  // of a block
@@ -199,14 +191,11 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
   const int row = 64 * wm + 16 * warp + 2 * (g % 4) + g / 4;
   const uint32_t lane_offset =
       Shape::kFloat ? row * 128 + (((t / 2) ^ (row & 7)) << 4) + (t & 1) * 8 : row * 128 + ((row & 7) << 4) + t * 4;
-  const int blocks = TileBlocks(p, kMulticast ? 0 : static_cast<int>(blockIdx.x)).count;
-  // Each warp frees a stage for the CTA itself, or with multicast lane i does for the i-th CTA that copies to this one.
+  const int blocks = TileBlocks(p, blockIdx.x).count;
+  const int stages = p.stages / WK;
+  const TileMemory memory = cta.ring(wk, stages, Shape::kStageBytes);
   const auto release = [&](int slot) {
-    if constexpr (kMulticast) {
-      if (lane < p.token_tiles) mbarrier_arrive_cluster(cluster_address(memory.empty + slot * 8, lane));
-    } else {
-      if (lane == 0) mbarrier_arrive(memory.empty + slot * 8);
-    }
+    if (lane == 0) mbarrier_arrive(memory.empty + slot * 8);
   };
   const auto weights_of = [&](int slot) { return memory.stages + slot * Shape::kStageBytes; };
 
@@ -216,7 +205,6 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
   float part[NT / 2];
   uint32_t a[2][kWindow][kTerms][4];
   Ring ring;
-  ring.advance(2 * wk, p.stages);
   mbarrier_wait(memory.full + ring.slot * 8, ring.phase);
 #pragma unroll
   for (int j = 0; j < kWindow; ++j) load_fragment<WM, kWeight, kTerms>(weights_of(ring.slot), lane_offset, j, a[0][j]);
@@ -224,9 +212,9 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
 #pragma unroll 1
   for (int block = wk; block < blocks; block += WK) {
     Ring second = ring;
-    second.advance(1, p.stages);
+    second.advance(1, stages);
     Ring next = ring;
-    next.advance(2 * WK, p.stages);
+    next.advance(2, stages);
 #pragma unroll
     for (int w = 0; w < kWindows; ++w) {
       const int step = w * kWindow;  // of 8 in the block
@@ -315,12 +303,11 @@ struct TileStore {
   }
 };
 
-template <int WM, int WK, int NT, bool kMulticast, Weight kWeight>
-__global__ void __launch_bounds__(TileShape<WM, WK, NT, kMulticast, kWeight>::kThreads,
-                                  TileShape<WM, WK, NT, kMulticast, kWeight>::kMinCtas)
+template <int WM, int WK, int NT, Weight kWeight>
+__global__ void __launch_bounds__(TileShape<WM, WK, NT, kWeight>::kThreads, TileShape<WM, WK, NT, kWeight>::kMinCtas)
     router_tile_kernel(const TileParams p, const __grid_constant__ CUtensorMap weight_map,
                        const __grid_constant__ CUtensorMap x_map) {
-  using Shape = TileShape<WM, WK, NT, kMulticast, kWeight>;
+  using Shape = TileShape<WM, WK, NT, kWeight>;
   using Block = TileBlock<WM, NT>;
   constexpr int kConsumerThreads = 128 * Shape::kConsumers;
   extern __shared__ uint8_t smem_raw[];
@@ -336,7 +323,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kMulticast, kWeight>::kT
   if (threadIdx.x < 32) {
     if (threadIdx.x < p.stages) {
       mbarrier_init(memory.full + threadIdx.x * 8, 1);
-      mbarrier_init(memory.empty + threadIdx.x * 8, 4 * WM * (kMulticast ? p.token_tiles : 1));
+      mbarrier_init(memory.empty + threadIdx.x * 8, 4 * WM);
     }
     if (threadIdx.x == 31 && p.split > 1) {
       mbarrier_init(memory.sums_barrier, 1);
@@ -348,15 +335,10 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kMulticast, kWeight>::kT
     tma_prefetch_map(&x_map);
   }
   __syncthreads();
-  if constexpr (kMulticast) {
-    cluster_arrive_relaxed();
-    cluster_wait();
-  }
-
   if (producer) {
     if constexpr (Shape::kConsumers == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x == kConsumerThreads) {
-      produce_tiles<WM, WK, NT, kMulticast, kWeight>(p, &weight_map, &x_map, memory);
+    if (threadIdx.x % 32 == 0) {
+      produce_tiles<WM, WK, NT, kWeight>(p, (threadIdx.x - kConsumerThreads) / 32, &weight_map, &x_map, memory);
     } else {
       pdl_wait();
       pdl_trigger();
@@ -372,7 +354,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kMulticast, kWeight>::kT
   pdl_wait();
   pdl_trigger();
   float sum[NT / 2];
-  multiply_tiles<WM, WK, NT, kMulticast, kWeight>(p, group % WM, group / WM, memory, sum);
+  multiply_tiles<WM, WK, NT, kWeight>(p, group % WM, group / WM, memory, sum);
 
   int tid;  // anew: no register holds it during the products
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
@@ -408,7 +390,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kMulticast, kWeight>::kT
   }
   const auto owns_block = [&](int b) { return WK == 1 || (b < Block::kTokenBlocks / 2) == (wk == 0); };
 
-  const int64_t token0 = static_cast<int64_t>(kMulticast ? blockIdx.z * gridDim.x + rank : blockIdx.z) * NT;
+  const int64_t token0 = static_cast<int64_t>(blockIdx.z) * NT;
   const TileStore store(p, blockIdx.y * Shape::kRows, token0, thread);
   if (p.split == 1) {
 #pragma unroll
@@ -438,14 +420,21 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kMulticast, kWeight>::kT
   mbarrier_wait(memory.sums_barrier, 0);
 #pragma unroll 1
   for (int i = tid / 128; i < owned; i += Shape::kConsumers) {
-    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 1
-    for (int r = 0; r < p.split; ++r) {
-      const float4 other = load_shared_quad(memory.stages + ((r * p.sum_part + i) * 128 + thread) * 16);
-      v.x += other.x;
-      v.y += other.y;
-      v.z += other.z;
-      v.w += other.w;
+    // All loads first: one after the other would wait for each.
+    float4 ranks[kMaxCluster];
+#pragma unroll
+    for (int r = 0; r < kMaxCluster; ++r) {
+      if (r < p.split) ranks[r] = load_shared_quad(memory.stages + ((r * p.sum_part + i) * 128 + thread) * 16);
+    }
+    float4 v = ranks[0];
+#pragma unroll
+    for (int r = 1; r < kMaxCluster; ++r) {
+      if (r < p.split) {
+        v.x += ranks[r].x;
+        v.y += ranks[r].y;
+        v.z += ranks[r].z;
+        v.w += ranks[r].w;
+      }
     }
     const int block = rank * p.sum_part + i;
     store(WM == 1 ? 0 : block / Block::kTokenBlocks, WM == 1 ? block : block % Block::kTokenBlocks, v);

@@ -9,18 +9,17 @@
 
 namespace hpc::router {
 
-template <Weight kWeight, int WM, int WK, int NT, bool kMulticast>
+template <Weight kWeight, int WM, int WK, int NT>
 void launch_wgmma_tile(const TileParams& params, const CUtensorMap& weight_map, const CUtensorMap& x_map,
                        const Config& config, cudaStream_t stream) {
   LaunchConfig launch_config;
-  const int64_t token_tiles = ceil_div(params.m, config.tokens);
-  launch_config.grid = dim3(config.cluster(), static_cast<unsigned>(ceil_div(params.n, config.rows)),
-                            static_cast<unsigned>(ceil_div(token_tiles, config.token_tiles)));
-  launch_config.block = dim3(TileShape<WM, WK, NT, kMulticast, kWeight>::kThreads);
+  launch_config.grid = dim3(config.split, static_cast<unsigned>(ceil_div(params.n, config.rows)),
+                            static_cast<unsigned>(ceil_div(params.m, config.tokens)));
+  launch_config.block = dim3(TileShape<WM, WK, NT, kWeight>::kThreads);
   launch_config.smem_bytes = config.smem_bytes;
   launch_config.stream = stream;
-  launch_config.cluster = config.cluster();
-  launch(router_tile_kernel<WM, WK, NT, kMulticast, kWeight>, launch_config, params, weight_map, x_map);
+  launch_config.cluster = config.split;
+  launch(router_tile_kernel<WM, WK, NT, kWeight>, launch_config, params, weight_map, x_map);
 }
 
 // The weight as boxes of 128 bytes x rows. With `paired` the map has chunks of 32 columns and a box has two of them.
@@ -29,7 +28,7 @@ CUtensorMap weight_tensor_map(const Gemm& gemm, const Config& config, bool paire
   constexpr uint64_t kBytes = weight_bytes(kWeight);
   const auto k = static_cast<uint64_t>(gemm.k);
   const auto n = static_cast<uint64_t>(gemm.n);
-  const auto rows = static_cast<uint32_t>(config.rows / config.token_tiles);
+  const auto rows = static_cast<uint32_t>(config.rows);
   // A tensor of one row may have any stride: it is not used.
   const uint64_t stride = n > 1 ? static_cast<uint64_t>(gemm.weight_stride) * kBytes : (k * kBytes + 15) / 16 * 16;
   TensorMapSpec<3> spec;
@@ -46,8 +45,7 @@ CUtensorMap weight_tensor_map(const Gemm& gemm, const Config& config, bool paire
 
 template <Weight kWeight>
 void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
-  const bool multicast = config.token_tiles > 1;
-  const bool paired = kWeight != Weight::kBf16 && !multicast && gemm.k % 32 == 0;
+  const bool paired = kWeight != Weight::kBf16 && gemm.k % 32 == 0;
   const int k_blocks = static_cast<int>(ceil_div(gemm.k, kTileBlockK));
   TileParams params;
   params.y = gemm.y;
@@ -58,7 +56,6 @@ void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
   params.k_extra = k_blocks % config.split;
   params.split = config.split;
   params.sum_part = tile_sum_part(config.rows, config.tokens, config.split);
-  params.token_tiles = config.token_tiles;
   params.weight_columns = paired ? 64 : 128 / weight_bytes(kWeight);
   params.stages = config.stages;
   params.prefetch = gemm.prefetch;
@@ -70,21 +67,16 @@ void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
                                                 {64, static_cast<uint32_t>(config.tokens)}},
                                                CU_TENSOR_MAP_SWIZZLE_128B);
   using Launcher = void (*)(const TileParams&, const CUtensorMap&, const CUtensorMap&, const Config&, cudaStream_t);
-  // In the order of kWgmmaTiles; the second of a pair is its multicast variant where there is one.
-  static constexpr Launcher launchers[][2] = {
-      {launch_wgmma_tile<kWeight, 1, 1, 32, false>, nullptr},
-      {launch_wgmma_tile<kWeight, 1, 1, 64, false>, nullptr},
-      {launch_wgmma_tile<kWeight, 1, 1, 104, false>, nullptr},
-      {launch_wgmma_tile<kWeight, 1, 1, 128, false>, nullptr},
-      {launch_wgmma_tile<kWeight, 1, 2, 104, false>, launch_wgmma_tile<kWeight, 1, 2, 104, true>},
-      {launch_wgmma_tile<kWeight, 1, 2, 192, false>, nullptr},
-      {launch_wgmma_tile<kWeight, 2, 1, 128, false>, launch_wgmma_tile<kWeight, 2, 1, 128, true>},
-      {launch_wgmma_tile<kWeight, 2, 1, 192, false>, nullptr}};
+  static constexpr Launcher launchers[] = {launch_wgmma_tile<kWeight, 1, 1, 32>,  launch_wgmma_tile<kWeight, 1, 1, 64>,
+                                           launch_wgmma_tile<kWeight, 1, 1, 104>, launch_wgmma_tile<kWeight, 1, 1, 128>,
+                                           launch_wgmma_tile<kWeight, 1, 2, 104>, launch_wgmma_tile<kWeight, 1, 2, 128>,
+                                           launch_wgmma_tile<kWeight, 1, 2, 192>, launch_wgmma_tile<kWeight, 2, 1, 128>,
+                                           launch_wgmma_tile<kWeight, 2, 1, 192>};  // in the order of kWgmmaTiles
   static_assert(std::size(launchers) == std::size(kWgmmaTiles));
   for (size_t i = 0; i < std::size(kWgmmaTiles); ++i) {
     const WgmmaTile& tile = kWgmmaTiles[i];
     if (tile.rows == config.rows && tile.k_groups == config.k_groups && tile.tokens == config.tokens) {
-      return launchers[i][multicast](params, weight_map, x_map, config, stream);
+      return launchers[i](params, weight_map, x_map, config, stream);
     }
   }
   throw std::logic_error("hpc_router_gemm: a Config with a tile that is not compiled");
