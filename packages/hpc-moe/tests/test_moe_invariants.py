@@ -159,34 +159,29 @@ def test_config_sizes_hold_together(problem: dict[str, Any], num_sms: int) -> No
     assert config.chunk_rows == config.chunk_tokens * problem["top_k"]
     assert config.max_tiles == grouped.max_tiles(config.chunk_rows, experts, grouped.TileRule(*config.rule))
     assert config.up_grid <= num_sms and config.down_grid <= num_sms
-    names = [
-        "counters",
-        "offsets",
-        "tile_offsets",
-        "slot_to_row",
-        "row_to_slot",
-        "tasks",
-        "x_q",
-        "x_scale",
-        "h",
-        "h_scale",
-        "y",
-    ]
-    offsets = [getattr(config.layout, name) for name in names]
-    assert offsets == sorted(offsets) and all(offset % 256 == 0 for offset in offsets)
-    if tokens:
-        ends = [*offsets[1:], config.layout.bytes]
-        sizes = {name: end - begin for name, begin, end in zip(names, offsets, ends, strict=True)}
-        rows, hidden, inter = config.chunk_rows, problem["hidden"], problem["intermediate"]
-        block = problem["quant"] == "block"
-        assert sizes["counters"] >= 256 and sizes["offsets"] >= 4 * (experts + 1)
-        assert min(sizes["slot_to_row"], sizes["row_to_slot"]) >= 4 * rows
-        assert sizes["tasks"] >= 16 * config.max_tiles
-        assert sizes["h"] >= rows * inter * (2 if config.h_is_bf16 else 1)
-        assert sizes["h_scale"] >= (4 * rows * inter // config.act_group if block and not config.h_is_bf16 else 0)
-        assert sizes["x_q"] >= (config.chunk_tokens * hidden if config.x_in_workspace else 0)
-        assert sizes["x_scale"] >= (config.chunk_tokens * hidden // 32 if config.x_in_workspace and block else 0)
-        assert sizes["y"] >= 2 * rows * hidden
+    if tokens == 0:
+        assert config.layout.bytes == 0
+        return
+    rows, hidden, inter = config.chunk_rows, problem["hidden"], problem["intermediate"]
+    block, own_x = problem["quant"] == "block", config.x_in_workspace
+    needs = {
+        "counters": 256,
+        "offsets": 4 * (experts + 1),
+        "tile_offsets": 4 * (experts + 1),
+        "slot_to_row": 4 * rows,
+        "row_to_slot": 4 * rows,
+        "tasks": 16 * config.max_tiles,
+        "x_q": config.chunk_tokens * hidden if own_x else 0,
+        "x_scale": config.chunk_tokens * hidden // 32 if own_x and block else 0,
+        "h": rows * inter * (2 if config.h_is_bf16 else 1),
+        "h_scale": 4 * rows * inter // config.act_group if block and not config.h_is_bf16 else 0,
+        "y": 2 * rows * hidden,
+    }
+    spans = sorted((getattr(config.layout, name), need) for name, need in needs.items() if need)
+    assert all(begin % 256 == 0 for begin, _ in spans)
+    ends = [begin + need for begin, need in spans]
+    starts = [begin for begin, _ in spans[1:]] + [config.layout.bytes]
+    assert all(end <= start for end, start in zip(ends, starts, strict=True))  # disjoint, and inside
 
 
 @given(problems(), st.sampled_from([2, 4, 8]), st.sampled_from([0, 132]))

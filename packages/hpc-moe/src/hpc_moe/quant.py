@@ -119,5 +119,5 @@ def quantize_weight(weight: torch.Tensor, block_rows: int, block_columns: int) -
 
 
 def _saturate(values: torch.Tensor) -> torch.Tensor:
-    """fp32 to e4m3; without the clamp a value from 480 on would become the NaN code."""
+    """fp32 to e4m3, saturating. The conversion of some torch versions gives the NaN code past 464 without the clamp."""
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
