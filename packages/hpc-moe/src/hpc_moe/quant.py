@@ -78,7 +78,7 @@ def quantize_groups(values: torch.Tensor, group: int) -> tuple[torch.Tensor, tor
     amax = wide.abs().amax(dim=2, keepdim=True)
     # The divisor is 1 where the group is zero, so nothing is divided by 0; the factor is then 0.
     live = (amax >= MIN_AMAX) | amax.isnan()
-    # Tensor by tensor: with a number torch multiplies by a rounded reciprocal (on some devices), one ulp off a quotient.
+    # Tensor by tensor: with a number torch may multiply by a rounded reciprocal, one ulp off the quotient.
     largest = torch.full_like(amax, E4M3_MAX)
     factor = torch.where(live, largest / torch.where(live, amax, 1.0), 0.0)
     scale = torch.where(live, amax / largest, 0.0)
