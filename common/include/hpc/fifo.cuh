@@ -13,6 +13,11 @@
 // A slot may be filled in several groups (attention: keys, then values): all of them count in cp_async_wait. Fill a
 // vector again only behind instructions that use what was read from it.
 //
+// What arrives is written to shared memory one 128-byte line of the source at a time, so a LaneRing is only fast where
+// the lanes that read one line own slots in different 16-byte columns of 128 bytes (lane numbers that differ mod 8).
+// Where they don't, use a WarpRing: any layout, filled by whole lines, at the price of a __syncwarp() behind
+// cp_async_wait and one before a slot is filled again.
+//
 // Measured on an H200 (134 MB, 8 warps an SM): 32 KB in flight an SM read 4.26 TB/s, 64 KB 4.37, 128 KB 4.39. Two CTAs
 // an SM want at most 48 KB each. cp.async with an L2 cache policy is an illegal instruction there; L2::128B works.
 #pragma once
@@ -72,6 +77,12 @@ __device__ __forceinline__ uint2 lds64(uint32_t shared) {
   return v;
 }
 
+__device__ __forceinline__ uint32_t lds32(uint32_t shared) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void sts32(uint32_t shared, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(v) : "memory");
 }
@@ -93,6 +104,29 @@ class LaneRing {
 
   // This lane's 16 bytes of a vector of the current slot, and the slot's number.
   __device__ __forceinline__ uint32_t at(int vector) const { return at_ + vector * kVectorBytes; }
+  __device__ __forceinline__ uint32_t slot() const { return (at_ - first_) / kSlotBytes; }
+
+  __device__ __forceinline__ void advance() {
+    if constexpr (kSlots > 1) {
+      at_ += kSlotBytes;
+      if (at_ == first_ + kBytes) at_ = first_;
+    }
+  }
+
+ private:
+  uint32_t first_, at_;
+};
+
+// A ring of slots that belongs to a warp, with any layout inside.
+template <int kSlots, int kSlotBytes>
+class WarpRing {
+ public:
+  static constexpr int kBytes = kSlots * kSlotBytes;  // of a warp
+
+  __device__ __forceinline__ explicit WarpRing(uint32_t warp_base) : first_(warp_base), at_(warp_base) {}
+
+  // Shared address of the current slot, and its number.
+  __device__ __forceinline__ uint32_t at() const { return at_; }
   __device__ __forceinline__ uint32_t slot() const { return (at_ - first_) / kSlotBytes; }
 
   __device__ __forceinline__ void advance() {

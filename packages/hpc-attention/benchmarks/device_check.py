@@ -244,14 +244,9 @@ def variants(layers: bench.Layers) -> Iterator[tuple[str, list[Callable[[], Any]
     yield "default", layers.calls()
     yield "late", layers.calls(run=direct(late=True))
     yield "no combine", layers.calls(run=direct(combine_ctas=-1))
-    for stages in (3, 4) if layers.case.kv_dtype == FP8 else (1,):
-        yield f"stages {stages}", layers.calls(run=direct(stages=stages))
-    for count in (264, 528):
-        yield f"combine {count}", layers.calls(run=direct(combine_ctas=count))
+    yield "combine 264", layers.calls(run=direct(combine_ctas=264))
     for tiles in (1, 2, 4, 8):
         yield f"floor {tiles}", layers.calls(layers.make_plan(min_tiles=tiles))
-    yield "264 CTAs", layers.calls(layers.make_plan(num_ctas=264))
-    yield "128 CTAs", layers.calls(layers.make_plan(num_ctas=128))
 
 
 def times(only: str, with_variants: bool, seconds: float) -> None:

@@ -9,8 +9,6 @@ namespace hpc::attention {
 
 enum class KvKind : int32_t { kBf16, kFp16, kE4m3 };
 
-constexpr int kDecodeThreads = 256;
-constexpr int kDecodeWarps = 8;
 constexpr int kSliceTokens = 16;  // what a warp handles at a time
 constexpr int kRowTile = 8;       // query rows of one tensor-core column tile
 
@@ -25,6 +23,7 @@ struct DecodeProblem {
 struct DecodeConfig {
   int32_t row_tiles;   // row tiles of 8 that a CTA handles at once: 1, 2, 4
   int32_t row_groups;  // CTAs that share a run of tiles, each with its own rows
+  int32_t threads;     // a CTA
   int32_t stages;      // slices of keys and values in flight a warp
   int32_t smem_bytes;  // dynamic shared memory
 };
@@ -33,14 +32,30 @@ constexpr int kv_bytes(KvKind kv) {
   return kv == KvKind::kE4m3 ? 1 : 2;
 }
 
-// CTAs of an SM that share a plan's work, where more would fit too: one with all of the SM's loads in flight leaves
-// fewer partial results, and room for the next call's CTA, which fills its rings while this one ends.
+// CTAs of an SM that share a plan's work. One, with more than half of the SM's shared memory: the next call's CTAs then
+// enter one by one as these end, never two on one SM beside an idle one.
 constexpr int kDecodeCtasPerSm = 1;
+constexpr int kDecodeLeastSmem = 116 * 1024;
 
-// Slices in flight a warp: 64 KB a CTA (128 KB for large rows, which come in larger stages).
-constexpr int decode_stages(KvKind kv, int head_dim) {
-  const int bytes = 2 * kSliceTokens * head_dim * kv_bytes(kv) * kDecodeWarps;  // a stage of a CTA
-  return bytes <= 16 * 1024 ? 4 : (bytes <= 64 * 1024 ? 2 : 1);
+// Warps of a CTA: many, each with few slices, where the registers of a thread suffice.
+constexpr int decode_warps(int head_dim, int row_tiles) {
+  return head_dim <= 128 && row_tiles == 1 ? 16 : 8;
+}
+
+// Registers of a thread: with 16 warps as many as leave a CTA of the combine kernel its place on the SM.
+constexpr int decode_registers(int head_dim, int row_tiles) {
+  return decode_warps(head_dim, row_tiles) == 16 ? 112 : 255;
+}
+
+// Bytes of keys and values of a slice.
+constexpr int decode_slice_bytes(KvKind kv, int head_dim) {
+  return 2 * kSliceTokens * head_dim * kv_bytes(kv);
+}
+
+// Slices in flight a warp: 128 KB a CTA.
+constexpr int decode_stages(KvKind kv, int head_dim, int row_tiles) {
+  const int slices = 128 * 1024 / (decode_slice_bytes(kv, head_dim) * decode_warps(head_dim, row_tiles));
+  return slices < 1 ? 1 : (slices > 4 ? 4 : slices);
 }
 
 // Row tiles of 8 a CTA: as few as hold the rows; what registers hold at most (4, but 2 at head_dim 256).
@@ -55,34 +70,35 @@ constexpr bool decode_query_in_smem(int head_dim, int row_tiles) {
   return row_tiles * head_dim / 8 > 32;
 }
 
-// Bytes of the warps' rings, the merge buffer (each warp's output of one row tile, padded by 4 vectors every 32) with
-// its (max, sum) pairs, and the query with its row factors.
-constexpr int decode_ring_bytes(KvKind kv, int head_dim, int stages) {
-  // 16 bytes a lane and vector; e4m3 values of head_dim 64 use half of each.
-  const int v_vectors = 4 * (head_dim * kv_bytes(kv) / 8 > 16 ? head_dim * kv_bytes(kv) / 128 : 1);
-  const int k_vectors = 2 * (head_dim * kv_bytes(kv) / 64);
-  return kDecodeWarps * stages * (k_vectors + v_vectors) * 512;
-}
-constexpr int decode_merge_bytes(int head_dim) {
-  return kDecodeWarps * (head_dim / 16) * 36 * 16;
-}
-constexpr int kDecodeStateBytes = kDecodeWarps * 192;  // the warps' places in their CTA's pieces
-constexpr int kDecodeMlBytes = kDecodeWarps * 4 * 16;
-constexpr int decode_query_bytes(int head_dim, int row_tiles) {
-  return decode_query_in_smem(head_dim, row_tiles) ? row_tiles * (head_dim / 32 * 512 + 8 * 4) : 0;
-}
-constexpr int decode_smem_bytes(KvKind kv, int head_dim, int row_tiles, int stages) {
-  return kDecodeStateBytes + decode_ring_bytes(kv, head_dim, stages) + decode_merge_bytes(head_dim) + kDecodeMlBytes +
-         decode_query_bytes(head_dim, row_tiles);
+// Shared memory of a CTA, in this order: the warps' places in their CTA's pieces; their rings of slices; the merge
+// buffer (each warp's output of one row tile, padded by 4 vectors every 32) with its (max, sum) pairs; the query with
+// its row factors; rings of key scales.
+struct DecodeSmem {
+  int state, rings, merge, pairs, query, scales, bytes;
+};
+constexpr int kDecodeStateBytes = 192;  // a warp
+constexpr DecodeSmem decode_smem(KvKind kv, int head_dim, int row_tiles, int stages, bool per_token_scale) {
+  const int warps = decode_warps(head_dim, row_tiles);
+  DecodeSmem smem = {};
+  smem.rings = smem.state + warps * kDecodeStateBytes;
+  smem.merge = smem.rings + warps * stages * decode_slice_bytes(kv, head_dim);
+  smem.pairs = smem.merge + warps * (head_dim / 16) * 36 * 16;
+  smem.query = smem.pairs + warps * 4 * 16;
+  smem.scales = smem.query;
+  if (decode_query_in_smem(head_dim, row_tiles)) smem.scales += row_tiles * (head_dim / 32 * 512 + kRowTile * 4);
+  smem.bytes = smem.scales + (per_token_scale ? warps * stages * kSliceTokens * 4 : 0);
+  return smem;
 }
 
 inline DecodeConfig decode_config(const DecodeProblem& problem) {
   DecodeConfig config = {};
   config.row_tiles = decode_row_tiles(problem.head_dim, problem.rows);
   config.row_groups = ceil_div(problem.rows, kRowTile * config.row_tiles);
-  config.stages = problem.stages > 0 ? problem.stages : decode_stages(problem.kv, problem.head_dim);
-  config.smem_bytes = decode_smem_bytes(problem.kv, problem.head_dim, config.row_tiles, config.stages);
-  if (problem.per_token_scale) config.smem_bytes += kDecodeWarps * config.stages * 32 * 8;
+  config.threads = 32 * decode_warps(problem.head_dim, config.row_tiles);
+  config.stages = problem.stages > 0 ? problem.stages : decode_stages(problem.kv, problem.head_dim, config.row_tiles);
+  const int used =
+      decode_smem(problem.kv, problem.head_dim, config.row_tiles, config.stages, problem.per_token_scale).bytes;
+  config.smem_bytes = used > kDecodeLeastSmem ? used : kDecodeLeastSmem;
   return config;
 }
 

@@ -1,9 +1,10 @@
 // Adds the partial results of split (request, head) pairs and writes the rows of requests without tokens.
 //
-// Unit of work: some vectors (see decode_merge.cuh) of one row tile of one split pair: 32, or 8 where so few pairs are
-// split that smaller units are needed to keep the card busy. W warps share a unit's pieces, 8 / W units a CTA; W falls
-// from 8 to 1 as the number of units grows. A warp takes every W-th piece, several at once, in order; then the warps'
-// sums are added in order. In batch-invariant plans units and W never vary, so a result does not depend on the batch.
+// Unit of work: some vectors (see decode_merge.cuh) of one row tile of one split pair. Few pieces: 32 vectors, a warp.
+// More: 32 vectors, the four warps of a CTA share the pieces. Many: 8 vectors, and the four quarters of each warp share
+// them too. A lane loads four pieces at once, so up to 4, 16 and 64 pieces take one trip to memory. What is added in
+// which order depends on the number of pieces alone; batch-invariant plans (and their many pairs) always take the
+// second form.
 //
 // Programmatic launch: the successor is let go before the wait. It can start when every CTA of the attention kernel has
 // seen the end of what came before that kernel, so only this decode's two kernels may still run beside it. The list of
@@ -56,9 +57,75 @@ __device__ __forceinline__ CombineJob combine_job(const DecodeParams& p, const D
   return job;
 }
 
+constexpr int kCombineThreads = 128;
+constexpr int kCombineWarps = 4;
+
+// How a pair's vectors and pieces are shared out.
+struct CombineForm {
+  int32_t vectors;  // of a unit
+  int32_t shares;   // warps of a unit
+};
+__device__ __forceinline__ CombineForm combine_form(int32_t pieces, bool batch_invariant) {
+  if (batch_invariant) return {32, kCombineWarps};
+  return {pieces <= 16 ? 32 : 8, pieces <= 4 ? 1 : kCombineWarps};
+}
+// CTAs of a row tile.
+template <int kDim>
+__device__ __forceinline__ int32_t combine_ctas(const CombineForm& form) {
+  return 2 * kDim / form.vectors * form.shares / kCombineWarps;
+}
+
+// Finds the pair that CTAs begin .. of the grid's work belong to; all lanes of a warp search together. Goes forward
+// only.
+template <int kDim>
+class CombineSearch {
+ public:
+  __device__ __forceinline__ CombineSearch(const DecodeParams& p, const DecodeHeader& header)
+      : p_(p), header_(header) {}
+
+  // False where there is no work number `index`; else its pair, and which of the pair's CTAs it is.
+  __device__ __forceinline__ bool find(int32_t index, CombineJob& job, int32_t& part) {
+    if (header_.batch_invariant) {
+      const int32_t each = p_.row_tiles * combine_ctas<kDim>(combine_form(0, true));
+      part = index % each;
+      if (index / each >= header_.batch * header_.num_kv_heads) return false;
+      job = combine_job(p_, header_, index / each);
+      return true;
+    }
+    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+    for (; chunk_ < header_.num_splits; chunk_ += 32) {
+      int32_t ctas = 0;
+      if (chunk_ + lane < header_.num_splits) {
+        ctas = p_.row_tiles * combine_ctas<kDim>(combine_form(p_.splits[chunk_ + lane].pieces, false));
+      }
+      int32_t end = ctas;  // CTAs of this chunk up to this lane's pair
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int32_t before = __shfl_up_sync(kAllLanes, end, step);
+        if (lane >= step) end += before;
+      }
+      const int32_t total = __shfl_sync(kAllLanes, end, 31);
+      if (index < before_ + total) {
+        const int32_t owner = __ffs(__ballot_sync(kAllLanes, before_ + end > index)) - 1;
+        part = index - before_ - __shfl_sync(kAllLanes, end - ctas, owner);
+        job = combine_job(p_, header_, chunk_ + owner);
+        return true;
+      }
+      before_ += total;
+    }
+    return false;
+  }
+
+ private:
+  const DecodeParams& p_;
+  const DecodeHeader& header_;
+  int32_t chunk_ = 0;   // pairs before the current 32
+  int32_t before_ = 0;  // their CTAs
+};
+
 struct CombineBuffer {
-  float4 o[kDecodeWarps][32];
-  float4 ml[kDecodeWarps][4];
+  float4 o[kCombineWarps][32];
+  float4 ml[kCombineWarps][4];
 };
 
 // A warp's sum of pieces `share`, share + shares, ... of a unit, as a result relative to (max, sum). kVectors: of the
@@ -67,9 +134,9 @@ template <int kDim, int kVectors>
 __device__ __forceinline__ void sum_pieces(const DecodeParams& p, const CombineJob& job, int32_t row_tile,
                                            int32_t position, int32_t share, int32_t shares, float4& o, float4& ml) {
   constexpr int kGroups = 32 / kVectors;
-  constexpr int kLoads = kGroups == 1 ? 8 : 4;  // outputs that a lane loads at once
-  constexpr int kPieces = kLoads * kGroups;     // of a round
-  constexpr int kPairs = kPieces / 8;           // (max, sum) vectors that a lane loads at once: lane 4 i + t, piece i
+  constexpr int kLoads = 4;                  // outputs that a lane loads at once
+  constexpr int kPieces = kLoads * kGroups;  // of a round: 4 or 16
+  constexpr int kPairs = (kPieces + 7) / 8;  // (max, sum) vectors that a lane loads at once: lane 4 i + t, piece i
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32, t = lane & 3, group = lane / kVectors;
   const bool live = row_tile * kRowTile + 2 * t < p.rows;
   const int64_t first = job.first_slot * p.row_tiles + row_tile;
@@ -82,9 +149,9 @@ __device__ __forceinline__ void sum_pieces(const DecodeParams& p, const CombineJ
     float4 outputs[kLoads], pairs[kPairs];
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const int32_t piece = base + shares * (8 * i + (lane >> 2));
+      const int32_t number = 8 * i + (lane >> 2), piece = base + shares * number;
       pairs[i] = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
-      if (live && piece < job.pieces) pairs[i] = all_pairs[job.distance(piece) * p.row_tiles * 4];
+      if (live && number < kPieces && piece < job.pieces) pairs[i] = all_pairs[job.distance(piece) * p.row_tiles * 4];
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -132,29 +199,25 @@ __device__ __forceinline__ void sum_pieces(const DecodeParams& p, const CombineJ
   }
 }
 
-// One CTA's units of a row tile of a split pair, `shares` warps each, from unit `first` on.
+// CTA number `part` of a pair.
 template <int kDim, int kVectors>
-__device__ __forceinline__ void combine_units(const DecodeParams& p, const CombineJob& job, int32_t row_tile,
-                                              int32_t first, int32_t shares, CombineBuffer& buffer) {
+__device__ __forceinline__ void combine_part(const DecodeParams& p, const CombineJob& job, int32_t part, int32_t shares,
+                                             CombineBuffer& buffer) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32, lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const int32_t position = (first + warp / shares) * kVectors + lane % kVectors;
-  if (position >= 2 * kDim) return;  // more warps than units: only with one warp a unit, so no barrier is missed
+  const int32_t each = combine_ctas<kDim>({kVectors, shares});
+  const int32_t row_tile = part / each, unit = (part % each * kCombineWarps + warp) / shares;
+  const int32_t position = unit * kVectors + lane % kVectors;
   float4 o, ml;
   sum_pieces<kDim, kVectors>(p, job, row_tile, position, warp % shares, shares, o, ml);
   if (shares > 1) {
-    __syncthreads();  // the sums of the units before have been read
+    __syncthreads();  // the sums of the part before have been read
     buffer.o[warp][lane] = o;
     if (lane < 4) buffer.ml[warp][lane] = ml;
     __syncthreads();
-    if (warp % shares == 0) {
-      for (int32_t i = 1; i < min(shares, job.pieces); ++i) {
-        add_result(o, ml, buffer.o[warp + i][lane], buffer.ml[warp + i][lane & 3]);
-      }
-    }
+    if (warp > 0) return;
+    for (int32_t i = 1; i < min(shares, job.pieces); ++i) add_result(o, ml, buffer.o[i][lane], buffer.ml[i][lane & 3]);
   }
-  if (warp % shares == 0 && lane < kVectors) {
-    store_result(p, job.request, job.kv_head, row_tile, position, o, ml);
-  }
+  if (lane < kVectors) store_result(p, job.request, job.kv_head, row_tile, position, o, ml);
 }
 
 // Zeros and lse -inf for requests without tokens; a CTA a request, all heads.
@@ -164,7 +227,7 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, const DecodeH
   for (int32_t request = static_cast<int32_t>(blockIdx.x); request < header.batch;
        request += static_cast<int32_t>(gridDim.x)) {
     if (p.requests[request].num_tiles != 0) continue;
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < p.q_len * heads * (kDim / 2); i += kDecodeThreads) {
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < p.q_len * heads * (kDim / 2); i += kCombineThreads) {
       const int32_t row = i / (kDim / 2), pair = i % (kDim / 2);
       const int64_t token = static_cast<int64_t>(request) * p.q_len + row / heads;
       const int32_t head = row % heads;
@@ -177,35 +240,26 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, const DecodeH
 }
 
 template <int kDim>
-__global__ void __launch_bounds__(kDecodeThreads, 4) combine_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(kCombineThreads, 8) combine_kernel(const __grid_constant__ DecodeParams p) {
   __shared__ CombineBuffer buffer;
   pdl_trigger();
-  const DecodeHeader header = *p.header;
-  const int32_t jobs = header.batch_invariant ? header.batch * header.num_kv_heads : header.num_splits;
-  const int64_t tiles = static_cast<int64_t>(jobs) * p.row_tiles, grid = gridDim.x;
-  // Units of 8 vectors where they get a CTA each, else of 32; then as many warps a unit as give every unit its place.
-  const bool small = !header.batch_invariant && tiles * (2 * kDim / 8) <= grid;
-  const int32_t units = small ? 2 * kDim / 8 : 2 * kDim / 32;  // of a row tile
-  int32_t shares = kDecodeWarps;
-  while (!header.batch_invariant && shares > 1 && tiles * units * shares > grid * kDecodeWarps) shares /= 2;
-  const int32_t ctas_a_tile = max(units * shares / kDecodeWarps, 1);
-  const int64_t work = tiles * ctas_a_tile;
-  CombineJob job = {};
-  int64_t index = blockIdx.x;
-  if (index < work) job = combine_job(p, header, static_cast<int32_t>(index / (p.row_tiles * ctas_a_tile)));
+  const DecodeHeader& header = *p.header;
+  CombineSearch<kDim> search(p, header);
+  CombineJob job;
+  int32_t part, index = static_cast<int32_t>(blockIdx.x);
+  bool found = search.find(index, job, part);
   pdl_wait();
-  while (index < work) {
-    const int32_t part = static_cast<int32_t>(index % (p.row_tiles * ctas_a_tile));
-    const int32_t row_tile = part / ctas_a_tile, first = part % ctas_a_tile * (kDecodeWarps / shares);
+  while (found) {
+    const CombineForm form = combine_form(job.pieces, header.batch_invariant);
     if (job.pieces > 0) {
-      if (small) {
-        combine_units<kDim, 8>(p, job, row_tile, first, shares, buffer);
+      if (form.vectors == 32) {
+        combine_part<kDim, 32>(p, job, part, form.shares, buffer);
       } else {
-        combine_units<kDim, 32>(p, job, row_tile, first, shares, buffer);
+        combine_part<kDim, 8>(p, job, part, form.shares, buffer);
       }
     }
-    index += grid;
-    if (index < work) job = combine_job(p, header, static_cast<int32_t>(index / (p.row_tiles * ctas_a_tile)));
+    index += static_cast<int32_t>(gridDim.x);
+    found = search.find(index, job, part);
   }
   if (header.num_empty > 0) write_empty<kDim>(p, header);
 }

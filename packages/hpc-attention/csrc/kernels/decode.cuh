@@ -16,12 +16,12 @@
 // rarely rescaled. When it moves, it goes to the largest score less kShift; fp16 probabilities so reach from 2^-24 to
 // 2^15.
 //
-// Memory: each lane's own ring in shared memory (decode_feed.cuh), kept full across pieces. No barrier inside a piece.
+// Memory: each warp's own ring in shared memory (decode_feed.cuh), kept full across pieces. No barrier inside a piece.
 // At a piece's end the warps' results go through shared memory, are added in the order of their slices, and become the
 // output (whole pieces) or a partial result for combine.cuh.
 //
-// Shared memory: warps' places in their walk | rings | merge buffer (one row tile of each warp) | (max, sum) | query
-// and row factors (many rows) | key scales (per-token scales).
+// Shared memory (decode_smem): warps' places in their walk | rings | merge buffer (one row tile of each warp) | (max,
+// sum) | query and row factors (many rows) | key scales (per-token scales).
 //
 // Programmatic launch: the plan, page ids and slices without this step's tokens are read before the wait; the query,
 // the scales and everything else after it; nothing is written before it.
@@ -42,27 +42,26 @@ class DecodeWorker {
   static constexpr Half kType = kKind == KvKind::kBf16 ? Half::kBf16 : Half::kFp16;
   static constexpr bool kFp8 = kKind == KvKind::kE4m3;
   static constexpr bool kQueryInSmem = decode_query_in_smem(kDim, kRowTiles);
+  static constexpr int kWarps = decode_warps(kDim, kRowTiles);
+  static constexpr int kThreads = 32 * kWarps;
   static constexpr int kOutTiles = kDim / 16;  // m16 tiles of the output
   static constexpr int kTilePitch = 36 * 16;   // bytes of a merged m16 tile, padded against bank conflicts
+  static constexpr DecodeSmem kSmem = decode_smem(kKind, kDim, kRowTiles, kStages, false);
   using Layout = SliceLayout<kKind, kDim>;
-  using Feed = attention::Feed<kKind, kDim, kStages>;
+  using Feed = attention::Feed<kKind, kDim, kStages, kWarps>;
   using Ring = typename Feed::Ring;
 
   __device__ __forceinline__ DecodeWorker(const DecodeParams& p, char* smem)
       : p_(p),
         warp_(static_cast<int32_t>(threadIdx.x) / 32),
         lane_(static_cast<int32_t>(threadIdx.x) % 32),
-        state_(reinterpret_cast<WarpState*>(smem)[threadIdx.x / 32]),
+        state_(*reinterpret_cast<WarpState*>(smem + threadIdx.x / 32 * kDecodeStateBytes)),
         g_(lane_ >> 2),
         t_(lane_ & 3),
         group_(static_cast<int32_t>(blockIdx.x) % p.row_groups),
-        first_row_(group_ * kRowTile * kRowTiles) {
-    const uint32_t base = shared_address(smem);
-    rings_ = base + kDecodeStateBytes;
-    merge_ = rings_ + Ring::kBytes * kDecodeWarps;
-    ml_ = merge_ + decode_merge_bytes(kDim);
-    query_ = ml_ + kDecodeMlBytes;
-    scales_ = query_ + decode_query_bytes(kDim, kRowTiles) + warp_ * kStages * 256;
+        first_row_(group_ * kRowTile * kRowTiles),
+        base_(shared_address(smem)),
+        scales_(base_ + kSmem.scales + warp_ * (kStages * kSliceTokens * 4)) {
     for (int i = 0; i < 2 * kRowTiles; ++i) {
       const int32_t row = first_row_ + kRowTile * (i >> 1) + 2 * t_ + (i & 1);
       row_tokens_ |= static_cast<uint32_t>(min(row, p.rows - 1) / p.group) << (4 * i);
@@ -80,7 +79,7 @@ class DecodeWorker {
       state_.span = {};
     }
     __syncwarp();
-    Ring ring(rings_ + warp_ * Ring::kBytes, lane_);
+    Ring ring(base_ + kSmem.rings + warp_ * Ring::kBytes);
     Feed feed(p_, state_, warp_, lane_, scales_);
 #pragma unroll 1
     for (int stage = 0; stage < kStages; ++stage) {
@@ -96,7 +95,7 @@ class DecodeWorker {
 
     while (next()) {
       const int32_t end = state_.span.end();
-      for (int32_t slice = state_.span.first(warp_); slice < end; slice += kDecodeWarps) {
+      for (int32_t slice = state_.span.template first<kWarps>(warp_); slice < end; slice += kWarps) {
         attend(slice * kSliceTokens, ring, feed);
         ring.advance();
       }
@@ -159,7 +158,7 @@ class DecodeWorker {
         if (bf16_query) scale_query<kDim>(fragment, factor);
 #pragma unroll
         for (int i = 0; i < kDim / 32; ++i) {
-          sts128(query_ + (warp_ * (kDim / 32) + i) * 512 + lane_ * 16,
+          sts128(base_ + kSmem.query + (warp_ * (kDim / 32) + i) * 512 + lane_ * 16,
                  make_uint4(fragment[4 * i], fragment[4 * i + 1], fragment[4 * i + 2], fragment[4 * i + 3]));
         }
         if (t_ == 0) store_factor(kRowTile * warp_ + g_, factor * scale);
@@ -183,12 +182,14 @@ class DecodeWorker {
   __device__ __forceinline__ void attend(int32_t token, const Ring& ring, Feed& feed) {
     float scores[kRowTiles][4];
     cp_async_wait<2 * kStages - 1>();
+    __syncwarp();
     score(ring, scores);
     float scales[2] = {1.0f, 1.0f};
     if (p_.per_token_scale) {
-      const uint2 v = lds64(scales_ + ring.slot() * 256 + lane_ * 8);
-      scales[0] = __uint_as_float(v.x), scales[1] = __uint_as_float(v.y);
+      const uint32_t at = scales_ + (ring.slot() * kSliceTokens + g_) * 4;
+      scales[0] = __uint_as_float(lds32(at)), scales[1] = __uint_as_float(lds32(at + 32));
     }
+    __syncwarp();
     feed.push_keys(ring);
 
 #pragma unroll
@@ -219,7 +220,9 @@ class DecodeWorker {
       p[n][1] = transpose_8x8(pack_half2<kType>(scores[n][2], scores[n][3]));
     }
     cp_async_wait<2 * kStages - 1>();
+    __syncwarp();
     add_values(ring, p);
+    __syncwarp();
     feed.push_values(ring);
   }
 
@@ -230,7 +233,8 @@ class DecodeWorker {
     float sums[kChains][kRowTiles][4] = {};
 #pragma unroll
     for (int chunk = 0; chunk < Layout::kKeyChunks; ++chunk) {
-      const uint4 x = lds128(ring.at(chunk)), y = lds128(ring.at(Layout::kKeyChunks + chunk));
+      const uint32_t at = ring.at() + Layout::key_at(chunk, g_, t_);
+      const uint4 x = lds128(at), y = lds128(at + 8 * Layout::kRowBytes);
       const uint32_t low[4] = {x.x, x.y, x.z, x.w}, high[4] = {y.x, y.y, y.z, y.w};
       constexpr int kSteps = kFp8 ? 4 : 2;  // k16 steps of a chunk
 #pragma unroll
@@ -261,7 +265,7 @@ class DecodeWorker {
 
   __device__ __forceinline__ void query_fragment(int n, int step, uint32_t& b0, uint32_t& b1) {
     if constexpr (kQueryInSmem) {
-      const uint2 v = lds64(query_ + (n * (kDim / 32) + step / 2) * 512 + lane_ * 16 + (step & 1) * 8);
+      const uint2 v = lds64(base_ + kSmem.query + (n * (kDim / 32) + step / 2) * 512 + lane_ * 16 + (step & 1) * 8);
       b0 = v.x, b1 = v.y;
     } else {
       b0 = fragment_[n][2 * step];
@@ -325,7 +329,8 @@ class DecodeWorker {
       uint32_t rows[4][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t shared = ring.at(Layout::kKeyVectors + i * Layout::kValueChunks + chunk);
+        const uint32_t shared =
+            ring.at() + Layout::kValuesAt + Layout::value_at(chunk, i & 1, g_, t_) + (i >> 1) * 8 * Layout::kRowBytes;
         if constexpr (kWords == 4) {
           const uint4 v = lds128(shared);
           rows[i][0] = v.x, rows[i][1] = v.y, rows[i][2] = v.z, rows[i][3] = v.w;
@@ -369,9 +374,9 @@ class DecodeWorker {
     const SliceSpan span = state_.span;
     // Not the CTA's first piece: the merge buffer may still be being read.
     const bool later = state_.read.count - state_.read.left != piece.tile_end - piece.tile_begin;
-    const int32_t warps = min(span.count, kDecodeWarps);
-    const int32_t lead = span.turn & (kDecodeWarps - 1);  // the warp with the piece's first slice
-    const bool mine = ((warp_ - span.turn) & (kDecodeWarps - 1)) < warps;
+    const int32_t warps = min(span.count, kWarps);
+    const int32_t lead = span.turn & (kWarps - 1);  // the warp with the piece's first slice
+    const bool mine = span.template place<kWarps>(warp_) < warps;
     const int32_t tiles = min(kRowTiles, p_.row_tiles - group_ * kRowTiles);
 #pragma unroll 1
     for (int32_t n = 0; n < tiles; ++n) {
@@ -382,7 +387,7 @@ class DecodeWorker {
         if (mine && i == n) put(i);  // registers have no run-time index
       }
       __syncthreads();
-      for (int32_t position = static_cast<int32_t>(threadIdx.x); position < 2 * kDim; position += kDecodeThreads) {
+      for (int32_t position = static_cast<int32_t>(threadIdx.x); position < 2 * kDim; position += kThreads) {
         float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f), ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
         sum_of_warps(position, lead, warps, o, ml);
         if (piece.whole) {
@@ -404,15 +409,16 @@ class DecodeWorker {
       s0 += __shfl_xor_sync(kAllLanes, s0, mask);
       s1 += __shfl_xor_sync(kAllLanes, s1, mask);
     }
-    const uint32_t at = merge_ + warp_ * kOutTiles * kTilePitch + lane_ * 16;
+    const uint32_t at = base_ + kSmem.merge + warp_ * kOutTiles * kTilePitch + lane_ * 16;
 #pragma unroll
     for (int m = 0; m < kOutTiles; ++m) {
       sts128(at + m * kTilePitch, make_uint4(__float_as_uint(out_[m][n][0]), __float_as_uint(out_[m][n][1]),
                                              __float_as_uint(out_[m][n][2]), __float_as_uint(out_[m][n][3])));
     }
     if (g_ == 0) {
-      sts128(ml_ + (warp_ * 4 + t_) * 16, make_uint4(__float_as_uint(reference_[2 * n]), __float_as_uint(s0),
-                                                     __float_as_uint(reference_[2 * n + 1]), __float_as_uint(s1)));
+      sts128(base_ + kSmem.pairs + (warp_ * 4 + t_) * 16,
+             make_uint4(__float_as_uint(reference_[2 * n]), __float_as_uint(s0), __float_as_uint(reference_[2 * n + 1]),
+                        __float_as_uint(s1)));
     }
   }
 
@@ -422,19 +428,19 @@ class DecodeWorker {
     const int32_t d = 2 * (position >> 2);
     const int32_t tile = d / (8 * kElements) * (kElements / 2) + d % kElements / 2;
     const uint32_t inside = tile * kTilePitch + (4 * (d / kElements % 8) + (position & 3)) * 16;
-    float4 mls[kDecodeWarps];
-#pragma unroll
-    for (int i = 0; i < kDecodeWarps; ++i) {
-      mls[i] = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
-      if (i < warps) mls[i] = lds_float4(ml_ + (((lead + i) & (kDecodeWarps - 1)) * 4 + (position & 3)) * 16);
-      ml.x = fmaxf(ml.x, mls[i].x), ml.z = fmaxf(ml.z, mls[i].z);
+    const uint32_t pairs = base_ + kSmem.pairs + (position & 3) * 16;
+#pragma unroll 4
+    for (int32_t i = 0; i < warps; ++i) {
+      const float4 x = lds_float4(pairs + ((lead + i) & (kWarps - 1)) * 64);
+      ml.x = fmaxf(ml.x, x.x), ml.z = fmaxf(ml.z, x.z);
     }
-#pragma unroll
-    for (int i = 0; i < kDecodeWarps; ++i) {
-      if (i >= warps) break;
-      const float4 v = lds_float4(merge_ + ((lead + i) & (kDecodeWarps - 1)) * kOutTiles * kTilePitch + inside);
-      const float f0 = exp2_approx(mls[i].x - ml.x), f1 = exp2_approx(mls[i].z - ml.z);
-      ml.y += mls[i].y * f0, ml.w += mls[i].w * f1;
+#pragma unroll 4
+    for (int32_t i = 0; i < warps; ++i) {
+      const int32_t warp = (lead + i) & (kWarps - 1);
+      const float4 x = lds_float4(pairs + warp * 64);
+      const float4 v = lds_float4(base_ + kSmem.merge + warp * kOutTiles * kTilePitch + inside);
+      const float f0 = exp2_approx(x.x - ml.x), f1 = exp2_approx(x.z - ml.z);
+      ml.y += x.y * f0, ml.w += x.w * f1;
       o.x += v.x * f0, o.y += v.y * f1, o.z += v.z * f0, o.w += v.w * f1;
     }
   }
@@ -445,7 +451,7 @@ class DecodeWorker {
   }
 
   __device__ __forceinline__ uint32_t factor_address(int32_t row) const {
-    return query_ + kRowTiles * (kDim / 32) * 512 + row * 4;
+    return base_ + kSmem.query + kRowTiles * (kDim / 32) * 512 + row * 4;
   }
   __device__ __forceinline__ void store_factor(int32_t row, float value) {
     sts32(factor_address(row), __float_as_uint(value));
@@ -465,8 +471,8 @@ class DecodeWorker {
   WarpState& state_;
   const int32_t g_, t_;
   const int32_t group_, first_row_;
-  uint32_t rings_, merge_, ml_, query_, scales_;
-  uint32_t row_tokens_ = 0;  // token of the request of rows 2t and 2t + 1 of each row tile, 4 bits each
+  const uint32_t base_, scales_;  // shared addresses
+  uint32_t row_tokens_ = 0;       // token of the request of rows 2t and 2t + 1 of each row tile, 4 bits each
 
   uint32_t fragment_[kQueryInSmem ? 1 : kRowTiles][kDim / 8];
   float factor_[kQueryInSmem ? 1 : 2 * kRowTiles];  // of the scores of rows 2t and 2t + 1
@@ -477,8 +483,8 @@ class DecodeWorker {
   int32_t all_from_;  // first token that the last row sees
 };
 
-template <KvKind kKind, int kDim, int kRowTiles, int kStages, int kMinCtas>
-__global__ void __launch_bounds__(kDecodeThreads, kMinCtas) decode_kernel(const __grid_constant__ DecodeParams p) {
+template <KvKind kKind, int kDim, int kRowTiles, int kStages>
+__global__ void __maxnreg__(decode_registers(kDim, kRowTiles)) decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) char smem[];
   DecodeWorker<kKind, kDim, kRowTiles, kStages>(p, smem).run();
 }

@@ -6,28 +6,15 @@
 
 namespace hpc::attention {
 
-// Two CTAs an SM where 128 registers a thread are enough: one row tile, and 64 KB in flight or less.
-template <KvKind kKind, int kDim, int kRowTiles, int kStages>
-constexpr int min_ctas() {
-  return kRowTiles == 1 && 2 * decode_smem_bytes(kKind, kDim, kRowTiles, kStages) <= 220 * 1024 ? 2 : 1;
-}
-
-template <KvKind kKind, int kDim, int kRowTiles, int kStages = decode_stages(kKind, kDim)>
-constexpr DecodeKernel kDecodeInstance =
-    decode_kernel<kKind, kDim, kRowTiles, kStages, min_ctas<kKind, kDim, kRowTiles, kStages>()>;
+template <KvKind kKind, int kDim, int kRowTiles, int kStages = decode_stages(kKind, kDim, kRowTiles)>
+constexpr DecodeKernel kDecodeInstance = decode_kernel<kKind, kDim, kRowTiles, kStages>;
 
 template <KvKind kKind>
 DecodeKernel decode_instance(int32_t head_dim, int32_t row_tiles, int32_t stages) {
-  // Other depths for the commonest shape, for measurements.
-  if (head_dim == 128 && row_tiles == 1) {
-    if constexpr (kKind == KvKind::kE4m3) {
-      if (stages == 3) return kDecodeInstance<kKind, 128, 1, 3>;
-      if (stages == 4) return kDecodeInstance<kKind, 128, 1, 4>;
-    } else {
-      if (stages == 1) return kDecodeInstance<kKind, 128, 1, 1>;
-    }
-  }
-  if (stages != decode_stages(kKind, head_dim)) return nullptr;
+  // Another depth for the commonest shape, for measurements.
+  if (kKind == KvKind::kE4m3 && head_dim == 128 && row_tiles == 1 && stages == 1)
+    return kDecodeInstance<kKind, 128, 1, 1>;
+  if (stages != decode_stages(kKind, head_dim, row_tiles)) return nullptr;
   switch (head_dim) {
     case 64:
       return row_tiles == 1   ? kDecodeInstance<kKind, 64, 1>
