@@ -4,17 +4,14 @@
 // Warps   each of the 8 * split warps of a tile owns a consecutive part of k and shares nothing with the others until
 //         the end: no CTA barrier in the loop.
 // FIFO    private to a warp, `stages` steps of k = 32: R x 16 weight rows and NB x 8 token rows by cp.async. Rows of
-// fp32
-//         weights are 128 bytes whose 16-byte chunks are exchanged in pairs on odd rows, which frees the fragment reads
-//         of bank conflicts; bf16 weights and tokens lie in the lane's own slots.
+//         fp32 weights are 128 bytes whose 16-byte chunks are exchanged in pairs on odd rows, which frees the fragment
+//         reads of bank conflicts; bf16 weights and tokens lie in the lane's own slots.
 // Math    m16n8k16 with the weight as A. Within a step k is permuted, for both operands alike: lane (g, t) takes
 //         k = 8 t .. 8 t + 7 of rows g and g + 8, of which the first instruction uses 8 t .. 8 t + 3, the second the
-//         rest. Products of the smaller terms come first. The tensor core truncates each sum, so where that would show
-//         (three terms) sums over k = 64 are moved to ordinary fp32 sums; with two terms a warp's part of k is at most
-//         256.
+//         rest. Products of the smaller terms come first. The tensor core truncates each sum: every step's sum is moved
+//         to an ordinary fp32 sum, except for two terms where registers are short (a warp's k is then at most 256).
 // Sum     over the warps in shared memory (over the FIFO), then over the cluster: each CTA owns a part of the tile and
-// is
-//         sent the others' partial sums of it (cluster.cuh). Order: warps ascending, then ranks ascending.
+//         is sent the others' partial sums of it (cluster.cuh). Order: warps ascending, then ranks ascending.
 // PDL     the first stages' weights are requested before pdl_wait() where params.prefetch allows it; x after it.
 #pragma once
 
@@ -34,7 +31,7 @@ constexpr int kStreamThreads = 32 * kStreamWarps;
 template <int R, int NB, Weight kWeight>
 struct StreamShape {
   static constexpr int kTerms = weight_terms(kWeight);
-  static constexpr bool kPromote = kTerms != 2;
+  static constexpr bool kPromote = stream_promotes(16 * R, 8 * NB, kWeight);
   static constexpr int kRows = 16 * R;
   static constexpr int kTokens = 8 * NB;
   static constexpr int kWeightBytes = stream_weight_bytes(kRows, kWeight);  // a stage of one warp
@@ -258,16 +255,14 @@ __global__ void __launch_bounds__(kStreamThreads) router_stream_kernel(const Str
       stage += Shape::kStageBytes;
     }
     if constexpr (Shape::kPromote) {
-      if (i % 2 == 1) {
 #pragma unroll
-        for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < R; ++r) {
 #pragma unroll
-          for (int b = 0; b < NB; ++b) {
+        for (int b = 0; b < NB; ++b) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              promoted[r][b][e] += sum[r][b][e];
-              sum[r][b][e] = 0.0f;
-            }
+          for (int e = 0; e < 4; ++e) {
+            promoted[r][b][e] += sum[r][b][e];
+            sum[r][b][e] = 0.0f;
           }
         }
       }

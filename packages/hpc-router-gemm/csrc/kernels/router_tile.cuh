@@ -2,16 +2,17 @@
 //
 // Tile    64 WM expert rows (the M of wgmma, A from registers) x NT tokens (its N, from shared memory). Grid (split,
 //         expert tiles, token tiles); the `split` CTAs of a tile are one cluster, each with a part of k.
-// Warps   WM x WK consumer warpgroups, then the producer, of which one thread issues all copies. A consumer (wm, wk)
-// has
-//         rows 64 wm .. 64 wm + 63 and every WK-th block of k = 128. One consumer alone leaves room for a second CTA on
-//         the SM: the next call's, which then starts, reads its weights and waits while this one still works.
+// Warps   WM x WK consumer warpgroups, then producer warps, of which one thread each issues the copies for every second
+//         or fourth slot of the ring: one thread alone takes 0.1 us a stage. A consumer (wm, wk) has rows 64 wm to
+//         64 wm + 63 and the wk-th part of every stage's k. One consumer alone leaves room for a second CTA on the SM:
+//         the next call's, which then starts, reads its weights and waits while this one still works.
 // Stages  k = 64 each: weight rows (fp32: two boxes of 32 columns) and token rows, 128-byte swizzle.
 // Rows    lane group g takes row 2 (g % 4) + g / 4 of each 8: with the natural order, rows 0 and 1 of the swizzle would
 //         meet in the same banks. The epilogue undoes it.
-// Math    windows of W k16 steps: fragments of the next window are read and split while this one multiplies. In a
-//         window the smaller terms come first. The tensor core truncates each sum, so the accumulator is moved to an
-//         ordinary fp32 sum every 128 of k (64 for three terms) and restarted.
+// Math    windows of 1 or 2 k16 steps: fragments of the next window are read and split while this one multiplies. The
+//         smaller terms come first: in each window, or, with three terms, in each group of 4 steps. The tensor core
+//         truncates each sum, so the accumulator is moved to an ordinary fp32 sum every 8 of a consumer's steps (4 but
+//         for two terms) and restarted.
 // Sum     over the k groups in shared memory, then over the cluster (cluster.cuh), ranks ascending. Both lie over the
 //         stages: a cluster barrier after the products says that nobody needs them any more.
 // PDL     the first stages' weights are requested before pdl_wait() where params.prefetch allows it; x after it.
@@ -39,10 +40,13 @@ struct TileShape {
   // With several consumers the producers are a whole warpgroup, so that it can give its registers away.
   static constexpr int kProducers = kConsumers == 1 ? 2 : 4;  // warps
   static constexpr int kThreads = 128 * kConsumers + 32 * kProducers;
-  static constexpr int kMinCtas = kConsumers == 1 ? 2 : 1;                            // of an SM
-  static constexpr int kWindow = NT > 160 || (NT >= 128 && kConsumers == 1) ? 1 : 2;  // k16 steps
-  static constexpr int kPromote = kTerms == 3 ? 4 : 8;                                // k16 steps
-  static constexpr int kHalfBytes = kRows * 128;                                      // a box of weights
+  static constexpr int kMinCtas = kConsumers == 1 ? 2 : 1;                                                  // of an SM
+  static constexpr int kWindow = NT > 160 || (kConsumers == 1 && NT >= (kTerms == 3 ? 104 : 128)) ? 1 : 2;  // k16 steps
+  static constexpr int kPromote = kTerms == 2 ? 8 : 4;                                                      // k16 steps
+  static constexpr int kGroup = kTerms == 3 ? 4 : kWindow;  // k16 steps whose smaller terms come before their first
+  static constexpr int kBlockK = tile_block_k(WK);          // 8 k16 steps for each consumer
+  static constexpr int kBlockStages = kBlockK / kTileStageK;
+  static constexpr int kHalfBytes = kRows * 128;  // a box of weights
   static constexpr int kWeightBytes = kHalfBytes * (kFloat ? 2 : 1);
   static constexpr int kStageBytes = tile_stage_bytes(kRows, NT, kWeight);
 };
@@ -81,13 +85,6 @@ struct Ring {
 // Addresses in shared memory.
 struct TileMemory {
   uint32_t stages, full, empty, sums_barrier;
-
-  // Those of a k group. Each has a ring of its own: a slot then has one thread that fills it and one order of use, and
-  // nobody who waits by parity can miss a phase.
-  __device__ __forceinline__ TileMemory ring(int k_group, int slots, int stage_bytes) const {
-    return {stages + k_group * slots * stage_bytes, full + k_group * slots * 8, empty + k_group * slots * 8,
-            sums_barrier};
-  }
 };
 
 // First block of k of this CTA, and how many it has.
@@ -102,24 +99,19 @@ struct TileBlocks {
 // The thread of producer warp `warp`: fills every kProducers-th slot of the ring with this CTA's part of k.
 template <int WM, int WK, int NT, Weight kWeight>
 __device__ __forceinline__ void produce_tiles(const TileParams& p, int warp, const CUtensorMap* weight_map,
-                                              const CUtensorMap* x_map, const TileMemory& cta) {
+                                              const CUtensorMap* x_map, const TileMemory& memory) {
   using Shape = TileShape<WM, WK, NT, kWeight>;
-  // Its ring: of k group `wk`, whose stage i is half i % 2 of block wk + WK (i / 2) of this CTA's.
-  constexpr int kProducers = Shape::kProducers / WK;
-  const int wk = warp / kProducers;
-  warp %= kProducers;
+  constexpr int kProducers = Shape::kProducers;
   const TileBlocks blocks(p, blockIdx.x);
-  const TileMemory memory = cta.ring(wk, p.stages / WK, Shape::kStageBytes);
-  const int stages = p.stages / WK;
-  const int total = 2 * ((blocks.count - wk + WK - 1) / WK);
+  const int total = blocks.count * Shape::kBlockStages;
+  const int k0 = blocks.first * Shape::kBlockK;
   const int row0 = blockIdx.y * Shape::kRows;
   const int token0 = blockIdx.z * NT;
-  const auto column = [&](int i) { return (blocks.first + wk + WK * (i / 2)) * kTileBlockK + i % 2 * kTileStageK; };
 
   const auto load_weight = [&](int slot, int i) {
     const uint32_t barrier = memory.full + slot * 8;
     const uint32_t target = memory.stages + slot * Shape::kStageBytes;
-    const int k = column(i);
+    const int k = k0 + i * kTileStageK;
     if (Shape::kFloat && p.weight_columns == 64) {  // the map has chunks of 32 columns, two to a copy
       tma_load_3d(target, weight_map, barrier, 0, row0, k / 32);
     } else {
@@ -129,26 +121,36 @@ __device__ __forceinline__ void produce_tiles(const TileParams& p, int warp, con
   };
   const auto load_x = [&](int slot, int i) {
     tma_load_2d(memory.stages + slot * Shape::kStageBytes + Shape::kWeightBytes, x_map, memory.full + slot * 8,
-                column(i), token0);
+                k0 + i * kTileStageK, token0);
   };
 
-  const int early = min(stages, total);
+  // Weights requested before the tokens of the first stage: all where the call starts under its predecessor; else few,
+  // or the first tokens would queue behind them.
+  constexpr int kAhead = Shape::kConsumers == 1 ? kTileMaxStages : 2;
+  const int early = min(p.stages, total);
+  const int ahead = min(early, kAhead);
   if (!p.prefetch) pdl_wait();
 #pragma unroll 1
-  for (int i = warp; i < early; i += kProducers) {
+  for (int i = warp; i < ahead; i += kProducers) {
     mbarrier_arrive_expect_tx(memory.full + i * 8, Shape::kStageBytes);
     load_weight(i, i);
   }
   if (p.prefetch) pdl_wait();
   pdl_trigger();
 #pragma unroll 1
-  for (int i = warp; i < early; i += kProducers) load_x(i, i);
+  for (int i = warp; i < early; i += kProducers) {
+    if (i >= ahead) {
+      mbarrier_arrive_expect_tx(memory.full + i * 8, Shape::kStageBytes);
+      load_weight(i, i);
+    }
+    load_x(i, i);
+  }
   // A slot is always refilled by the same thread: waiting by parity, it must not miss a phase of it.
   uint32_t phase = 0;
 #pragma unroll 1
-  for (int first = stages; first < total; first += stages, phase ^= 1) {
+  for (int first = p.stages; first < total; first += p.stages, phase ^= 1) {
 #pragma unroll 1
-    for (int slot = warp; slot < stages && first + slot < total; slot += kProducers) {
+    for (int slot = warp; slot < p.stages && first + slot < total; slot += kProducers) {
       mbarrier_wait(memory.empty + slot * 8, phase);
       mbarrier_arrive_expect_tx(memory.full + slot * 8, Shape::kStageBytes);
       load_weight(slot, first + slot);
@@ -157,43 +159,46 @@ __device__ __forceinline__ void produce_tiles(const TileParams& p, int warp, con
   }
 }
 
-// Reads and splits the A fragments of k16 step `step` (0 to 3) of a stage.
-template <int WM, Weight kWeight, int Terms>
-__device__ __forceinline__ void load_fragment(uint32_t weights, uint32_t lane_offset, int step,
-                                              uint32_t (&a)[Terms][4]) {
+// Reads and splits the A fragments of k16 step `step` of a stage: the first term's, and the others'.
+template <int WM, Weight kWeight, int Terms, int Others>
+__device__ __forceinline__ void load_fragment(uint32_t weights, uint32_t lane_offset, int step, uint32_t (&first)[4],
+                                              uint32_t (&others)[Others][4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {  // row half i % 2, k half i / 2
     if constexpr (kWeight == Weight::kBf16) {
-      a[0][i] = load_shared_word(weights + (lane_offset ^ ((2 * step + i / 2) << 4)) + i % 2 * 1024);
+      first[i] = load_shared_word(weights + (lane_offset ^ ((2 * step + i / 2) << 4)) + i % 2 * 1024);
     } else {
       const uint32_t half = weights + step / 2 * (WM * 64 * 128);
       const float2 v = load_shared_pair(half + (lane_offset ^ ((step % 2 * 2 + i / 2) << 5)) + i % 2 * 1024);
       uint32_t terms[Terms];
       split_pair<Terms>(v.x, v.y, terms);
+      first[i] = terms[0];
 #pragma unroll
-      for (int term = 0; term < Terms; ++term) a[term][i] = terms[term];
+      for (int term = 1; term < Terms; ++term) others[term - 1][i] = terms[term];
     }
   }
 }
 
-// A consumer warpgroup's part of the products, in sum[].
-template <int WM, int WK, int NT, Weight kWeight>
-__device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int wk, const TileMemory& cta,
+// The products of consumer (wm, wk), in sum[].
+template <int WM, int WK, int NT, Weight kWeight, int wk>
+__device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, const TileMemory& memory,
                                                float (&sum)[NT / 2]) {
   using Shape = TileShape<WM, WK, NT, kWeight>;
   constexpr int kTerms = Shape::kTerms;
   constexpr int kWindow = Shape::kWindow;
   constexpr int kWindows = 8 / kWindow;  // of a block
+  constexpr int kSteps = 4 / WK;         // k16 steps of a stage that are this consumer's
+  constexpr int kStageWindows = kSteps / kWindow;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % 4;
   const int g = lane / 4;
   const int t = lane % 4;
   const int row = 64 * wm + 16 * warp + 2 * (g % 4) + g / 4;
-  const uint32_t lane_offset =
-      Shape::kFloat ? row * 128 + (((t / 2) ^ (row & 7)) << 4) + (t & 1) * 8 : row * 128 + ((row & 7) << 4) + t * 4;
+  // This consumer's steps of a stage begin at step wk * kSteps (2 for the second of two).
+  const uint32_t own_offset = Shape::kFloat ? wk * (kSteps / 2) * Shape::kHalfBytes : 0;
+  const uint32_t lane_offset = Shape::kFloat ? row * 128 + (((t / 2) ^ (row & 7)) << 4) + (t & 1) * 8
+                                             : (row * 128 + ((row & 7) << 4) + t * 4) ^ (wk * kSteps * 2 << 4);
   const int blocks = TileBlocks(p, blockIdx.x).count;
-  const int stages = p.stages / WK;
-  const TileMemory memory = cta.ring(wk, stages, Shape::kStageBytes);
   const auto release = [&](int slot) {
     if (lane == 0) mbarrier_arrive(memory.empty + slot * 8);
   };
@@ -201,50 +206,74 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
 
 #pragma unroll
   for (int i = 0; i < NT / 2; ++i) sum[i] = 0.0f;
-  if (wk >= blocks) return;
   float part[NT / 2];
-  uint32_t a[2][kWindow][kTerms][4];
-  Ring ring;
-  mbarrier_wait(memory.full + ring.slot * 8, ring.phase);
+  // Fragments of the window being multiplied and of the next. Those of the first term are kept to the end of their
+  // group, so the next group's first window has registers of its own.
+  constexpr int kOthers = kTerms > 1 ? kTerms - 1 : 1;
+  constexpr int kGroup = Shape::kGroup;
+  uint32_t others[2][kWindow][kOthers][4];
+  uint32_t first[kWindow + kGroup][4];
+  const auto first_index = [](int step) {
+    const int place = step % kGroup;
+    return place < kWindow ? step / kGroup % 2 * kWindow + place : kWindow + place;
+  };
+  const auto load_window = [&](int slot, int step) {
 #pragma unroll
-  for (int j = 0; j < kWindow; ++j) load_fragment<WM, kWeight, kTerms>(weights_of(ring.slot), lane_offset, j, a[0][j]);
+    for (int j = 0; j < kWindow; ++j) {
+      load_fragment<WM, kWeight, kTerms, kOthers>(weights_of(slot) + own_offset, lane_offset, (step + j) % kSteps,
+                                                  first[first_index(step + j)], others[step / kWindow % 2][j]);
+    }
+  };
+  const auto before = [&](int slot) { return slot == 0 ? p.stages - 1 : slot - 1; };
+  const auto tokens_of = [&](int slot) {
+    return wgmma_descriptor(weights_of(slot) + Shape::kWeightBytes) + 2 * wk * kSteps;
+  };
+  // Stages are freed by whole groups of steps.
+  constexpr int kFreeSteps = kGroup > kSteps ? kGroup : kSteps;
+  const auto release_group = [&](int last_slot) {
+    release(last_slot);
+    if (kFreeSteps > kSteps) release(before(last_slot));
+  };
+  Ring ring;  // of the window being read
+  mbarrier_wait(memory.full, 0);
+  load_window(0, 0);
 
 #pragma unroll 1
-  for (int block = wk; block < blocks; block += WK) {
-    Ring second = ring;
-    second.advance(1, stages);
-    Ring next = ring;
-    next.advance(2, stages);
+  for (int block = 0; block < blocks; ++block) {
+    int slot = ring.slot;  // of the window being multiplied
 #pragma unroll
     for (int w = 0; w < kWindows; ++w) {
       const int step = w * kWindow;  // of 8 in the block
-      const uint64_t x = wgmma_descriptor(weights_of(step < 4 ? ring.slot : second.slot) + Shape::kWeightBytes);
+      const uint64_t x = tokens_of(slot);
       wgmma_fence(part);
       wgmma_arrive();
 #pragma unroll
-      for (int term = kTerms - 1; term >= 0; --term) {
+      for (int term = kTerms - 1; term >= 1; --term) {
 #pragma unroll
         for (int j = 0; j < kWindow; ++j) {
-          wgmma_rs_bf16<NT>(part, a[w % 2][j][term], x + 2 * ((step + j) % 4),
+          wgmma_rs_bf16<NT>(part, others[w % 2][j][term - 1], x + 2 * (step % kSteps + j),
                             !(step % Shape::kPromote == 0 && term == kTerms - 1 && j == 0));
         }
       }
+      if ((step + kWindow) % kGroup == 0) {
+        const uint64_t x_before = kGroup > kSteps ? tokens_of(before(slot)) : x;
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          const int at = step + kWindow - kGroup + i;
+          wgmma_rs_bf16<NT>(part, first[first_index(at)],
+                            (at / kSteps == step / kSteps ? x : x_before) + 2 * (at % kSteps),
+                            !(at % Shape::kPromote == 0 && kTerms == 1));
+        }
+      }
       wgmma_commit();
-      wgmma_wait<1>();  // the window before: its registers and, after the last of a stage, its shared memory are free
-      if (step == 4) release(ring.slot);
-      if (w + 1 < kWindows) {
-        if (step + kWindow == 4) mbarrier_wait(memory.full + second.slot * 8, second.phase);
-#pragma unroll
-        for (int j = 0; j < kWindow; ++j) {
-          load_fragment<WM, kWeight, kTerms>(weights_of(step + kWindow < 4 ? ring.slot : second.slot), lane_offset,
-                                             (step + kWindow + j) % 4, a[(w + 1) % 2][j]);
+      wgmma_wait<1>();  // the window before: its registers and, at the end of a group, its shared memory are free
+      if (w > 0 && step % kFreeSteps == 0) release_group(before(slot));
+      if (w + 1 < kWindows || block + 1 < blocks) {
+        if ((w + 1) % kStageWindows == 0) {
+          ring.advance(1, p.stages);
+          mbarrier_wait(memory.full + ring.slot * 8, ring.phase);
         }
-      } else if (block + WK < blocks) {
-        mbarrier_wait(memory.full + next.slot * 8, next.phase);
-#pragma unroll
-        for (int j = 0; j < kWindow; ++j) {
-          load_fragment<WM, kWeight, kTerms>(weights_of(next.slot), lane_offset, j, a[0][j]);
-        }
+        load_window(ring.slot, (step + kWindow) % 8);
       }
       if ((step + kWindow) % Shape::kPromote == 0) {
         wgmma_wait<0>();
@@ -252,9 +281,9 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
 #pragma unroll
         for (int i = 0; i < NT / 2; ++i) sum[i] += part[i];
       }
+      if (w + 1 < kWindows) slot = ring.slot;
     }
-    release(second.slot);
-    ring = next;
+    release_group(slot);
   }
 }
 
@@ -323,7 +352,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kWeight>::kThreads, Tile
   if (threadIdx.x < 32) {
     if (threadIdx.x < p.stages) {
       mbarrier_init(memory.full + threadIdx.x * 8, 1);
-      mbarrier_init(memory.empty + threadIdx.x * 8, 4 * WM);
+      mbarrier_init(memory.empty + threadIdx.x * 8, 4 * Shape::kConsumers);
     }
     if (threadIdx.x == 31 && p.split > 1) {
       mbarrier_init(memory.sums_barrier, 1);
@@ -354,7 +383,11 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kWeight>::kThreads, Tile
   pdl_wait();
   pdl_trigger();
   float sum[NT / 2];
-  multiply_tiles<WM, WK, NT, kWeight>(p, group % WM, group / WM, memory, sum);
+  if (WK == 1 || group / WM == 0) {
+    multiply_tiles<WM, WK, NT, kWeight, 0>(p, group % WM, memory, sum);
+  } else {
+    multiply_tiles<WM, WK, NT, kWeight, WK - 1>(p, group % WM, memory, sum);
+  }
 
   int tid;  // anew: no register holds it during the products
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));

@@ -46,7 +46,7 @@ CUtensorMap weight_tensor_map(const Gemm& gemm, const Config& config, bool paire
 template <Weight kWeight>
 void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
   const bool paired = kWeight != Weight::kBf16 && gemm.k % 32 == 0;
-  const int k_blocks = static_cast<int>(ceil_div(gemm.k, kTileBlockK));
+  const int k_blocks = static_cast<int>(ceil_div(gemm.k, tile_block_k(config.k_groups)));
   TileParams params;
   params.y = gemm.y;
   params.y_stride = gemm.y_stride;

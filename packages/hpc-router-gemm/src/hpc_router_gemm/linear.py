@@ -44,7 +44,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, terms: int = 3) -> torch.Tenso
         terms: bf16 terms of an fp32 weight, 1 to 3 (a bf16 weight is one).
 
     Returns: [M, N] fp32, with router_gemm's error bounds and guarantees. A device may use another algorithm in another
-    band of M, so that a row's bits differ between bands. Bands on a CPU: one, every M. No gradient.
+    band of M, so that a row's bits differ between bands. Bands on a CPU: one, every M; on a GPU: the M that share a
+    ``_C.choose_config(m=..., n=..., k=..., terms=...)``'s kernel, split and k_groups. No gradient.
 
     Raises TypeError for wrong types and dtypes; ValueError for wrong shapes, strides, devices, or a device that cannot
     run this.

@@ -4,14 +4,14 @@ import torch
 from hpc_common.capability import Support
 from hpc_common.capability import why_not as _why_not
 
-# One row per operator and kind of weight; a kernel's arrival flips `cuda`.
+# One row per operator and kind of weight.
 SUPPORT: tuple[Support, ...] = (
-    Support("router_gemm", "fp32 weight, terms 1 to 3"),
-    Support("router_gemm", "bf16 weight"),
-    Support("linear", "fp32 weight, terms 1 to 3"),
-    Support("linear", "bf16 weight"),
-    Support("route", "fp32 weight, terms 1 to 3"),
-    Support("route", "bf16 weight"),
+    Support("router_gemm", "fp32 weight, terms 1 to 3", cuda=True),
+    Support("router_gemm", "bf16 weight", cuda=True),
+    Support("linear", "fp32 weight, terms 1 to 3", cuda=True),
+    Support("linear", "bf16 weight", cuda=True),
+    Support("route", "fp32 weight, terms 1 to 3", cuda=True),
+    Support("route", "bf16 weight", cuda=True),
 )
 
 _FEATURES = {torch.float32: "fp32 weight, terms 1 to 3", torch.bfloat16: "bf16 weight"}

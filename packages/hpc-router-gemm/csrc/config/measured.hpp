@@ -1,0 +1,34 @@
+// Configs that were the fastest of up to thirty candidates on one H200 (132 SMs, driver 580.159), 2026-11-30, two
+// terms, cold, by benchmarks/device_check.py. A row serves up to `m_to` tokens; the last of a size, all above.
+#pragma once
+
+#include <cstdint>
+
+namespace hpc::router {
+
+struct Measured {
+  int n, k;
+  int64_t m_to;
+  bool stream;
+  int rows, tokens, k_groups, split, stages;  // stages 0: what complete() takes
+};
+
+constexpr int kMeasuredSms = 132;
+constexpr Measured kMeasured[] = {
+    {192, 4096, 8, true, 32, 8, 1, 8, 0},       {192, 4096, 16, true, 16, 16, 1, 8, 0},
+    {192, 4096, 32, true, 16, 32, 1, 8, 0},     {192, 4096, 64, true, 16, 64, 1, 8, 0},
+    {192, 4096, 96, true, 32, 32, 1, 8, 0},    {192, 4096, 256, false, 64, 64, 1, 8, 5},
+    {192, 4096, 520, false, 64, 104, 1, 8, 5},  {192, 4096, 1040, false, 64, 104, 2, 4, 5},
+    {192, 4096, 2080, false, 64, 104, 2, 2, 5}, {192, 4096, 4224, false, 64, 192, 2, 2, 0},
+    {384, 3072, 8, true, 48, 8, 1, 6, 0},       {384, 3072, 16, true, 16, 16, 1, 4, 0},
+    {384, 3072, 64, false, 64, 32, 1, 8, 0},    {384, 3072, 128, false, 64, 64, 1, 8, 0},
+    {384, 3072, 256, false, 64, 64, 1, 8, 0},   {384, 3072, 520, false, 64, 104, 2, 4, 5},
+    {384, 3072, 1040, false, 64, 104, 2, 2, 5}, {384, 3072, 2080, false, 64, 104, 2, 1, 5},
+    {384, 3072, 4224, false, 64, 192, 2, 1, 0}, {384, 3072, INT64_MAX, false, 128, 192, 1, 1, 0},
+    {768, 6144, 8, true, 32, 8, 1, 6, 3},       {768, 6144, 64, false, 64, 64, 1, 8, 5},
+    {768, 6144, 128, false, 64, 128, 2, 8, 5},  {768, 6144, 256, false, 64, 128, 2, 4, 0},
+    {768, 6144, 520, false, 64, 104, 2, 2, 5},  {768, 6144, 1040, false, 64, 104, 2, 1, 0},
+    {768, 6144, 2112, false, 64, 192, 2, 1, 0}, {768, 6144, INT64_MAX, false, 128, 192, 1, 1, 0},
+};
+
+}  // namespace hpc::router
