@@ -26,6 +26,11 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
+// Arrives and makes this thread's earlier writes (to shared memory too) visible to who waits.
+__device__ __forceinline__ void cluster_arrive_release() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -35,6 +40,13 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t smem, uint32_t rank
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem), "r"(rank));
   return address;
+}
+
+// Reads an int from another CTA's shared memory.
+__device__ __forceinline__ int32_t load_cluster_s32(uint32_t address) {
+  int32_t value;
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
 }
 
 // Stores 16 bytes in another CTA (both are cluster addresses there) and reports them to its mbarrier.

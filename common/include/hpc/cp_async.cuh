@@ -26,6 +26,13 @@ __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
+// Arrives at an mbarrier (an arrival that its count was initialised with) when all of this thread's earlier copies have
+// landed; the thread goes on. Where the async proxy reads them (wgmma), the reader executes fence_proxy_async() between
+// its wait for the barrier and the read.
+__device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Waits until at most `Pending` of this thread's groups are unfinished.
 template <int Pending>
 __device__ __forceinline__ void cp_async_wait() {

@@ -5,15 +5,19 @@ and below the call, streams, graphs, and predecessors that end late.
 """
 
 import faulthandler
+import hashlib
+import os
+import pathlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import hpc_moe
 import pytest
 import torch
-from hpc_common.capability import capability
 from hpc_common.poison import Canary, bits
-from hpc_moe import _C
+from moe_kernel_checks import config_of
 
 pytestmark = pytest.mark.gpu
 
@@ -29,24 +33,11 @@ def _no_hang() -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
-def config_of(case: Any) -> Any:
-    """The Config that the call of ``case`` uses."""
-    return _C.make_config(
-        num_tokens=case.x.shape[0],
-        top_k=case.topk_ids.shape[1],
-        num_local_experts=case.w13.shape[0],
-        num_experts=case.options.get("num_experts", case.w13.shape[0]),
-        hidden=case.x.shape[1],
-        intermediate=case.w2.shape[2],
-        quant=hpc_moe.quant.quant_name(case.quant),
-        x_is_bf16=case.x.dtype == torch.bfloat16,
-        batch_invariant=case.options.get("batch_invariant", False),
-        num_sms=capability("cuda").num_sms,
-    )
-
-
 def traced(case: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run in a workspace full of 0xFF; returns out, offsets, slot_to_row, and y's rows by slot (zeros for none)."""
+    """Run in a workspace full of 0xFF; returns out, offsets, slot_to_row, and y's rows by slot (zeros for none).
+
+    Not for the low regime, whose index and rows stay in shared memory.
+    """
     config = config_of(case)
     space = torch.full((config.layout.bytes,), 255, dtype=torch.uint8, device="cuda")
     out = case.run(workspace=space)
@@ -64,7 +55,7 @@ def traced(case: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 1), (33, 3, 7), (700, 8, 512), (3000, 8, 24)])
 def test_index_is_a_stable_sort(tokens: int, top_k: int, experts: int, moe_case: CaseMaker) -> None:
     ids = torch.randint(-1, experts + 2, (tokens, top_k), generator=torch.Generator().manual_seed(tokens))
-    case = moe_case("tensor-e4m3", tokens, top_k, experts, 128, 64, ids=ids, device="cuda")
+    case = moe_case("tensor-e4m3", tokens, top_k, experts, 128, 64, ids=ids, device="cuda").but(batch_invariant=True)
     _, offsets, slots, _ = traced(case)
     flat = case.topk_ids.flatten().long()
     live = (flat >= 0) & (flat < experts)
@@ -89,7 +80,7 @@ def test_every_tile_width(name: str, inter: int, moe_case: CaseMaker) -> None:
 @pytest.mark.parametrize("name", [*FP8, "bf16"])
 def test_rows_depend_on_themselves_alone(name: str, moe_case: CaseMaker) -> None:
     """Rows before the reduction: the same bits alone, in a batch (other tile widths), and on the rank that has them."""
-    case = moe_case(name, tokens=700, device="cuda")
+    case = moe_case(name, tokens=700, device="cuda").but(batch_invariant=True)
     rows = traced(case)[3].view(700, -1)
     for pick in (slice(0, 1), slice(3, 20), slice(100, 400)):
         assert torch.equal(traced(case.tokens(pick))[3].view(rows[pick].shape), rows[pick])
@@ -97,25 +88,47 @@ def test_rows_depend_on_themselves_alone(name: str, moe_case: CaseMaker) -> None
     assert torch.equal(sum(parts[1:], parts[0]), rows)
 
 
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("tokens", [1, 2, 5, 64, 128])
+@pytest.mark.parametrize(("hidden", "inter"), [(128, 64), (2048, 320), (2176, 768), (4096, 192)])
+def test_low_regime(name: str, tokens: int, hidden: int, inter: int, moe_case: CaseMaker) -> None:
+    """Both column widths, one and more splits, scale groups of 64 and 128, inline and separate quantisation."""
+    case = moe_case(name, tokens, 8, 128, hidden, inter, device="cuda")
+    assert config_of(case).regime == "low"
+    result = case.run()
+    assert torch.equal(bits(case.tokens(slice(0, 1)).run()), bits(result[:1]))
+    case.check(result)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_low_regime_rows_depend_on_themselves_alone(name: str, moe_case: CaseMaker) -> None:
+    case = moe_case(name, 100, 8, 128, 512, 192, device="cuda")
+    result = case.run()
+    for pick in (slice(0, 3), slice(50, 90), slice(99, 100)):
+        assert torch.equal(bits(case.tokens(pick).run()), bits(result[pick]))
+
+
 @pytest.mark.parametrize("name", [*FP8, "bf16"])
-def test_repeats_and_canaries(name: str, moe_case: CaseMaker) -> None:
-    case = moe_case(name, tokens=300, device="cuda")
+@pytest.mark.parametrize("tokens", [3, 12, 300])
+def test_repeats_and_canaries(name: str, tokens: int, moe_case: CaseMaker) -> None:
+    case = moe_case(name, tokens=tokens, device="cuda")
     first = case.run()
     with (
         Canary((config_of(case).layout.bytes,), torch.uint8, "cuda") as space,
         Canary(case.x.shape, torch.bfloat16, "cuda") as out,
     ):
-        for fill in range(200):
-            space.fill_(fill)
+        for fill in range(1000):
+            space.fill_(fill % 256)
             case.run(workspace=space, out=out)
             assert torch.equal(bits(out), bits(first))
 
 
 @pytest.mark.parametrize("name", ["block-bf16", "tensor-e4m3"])
-def test_replay_with_new_ids(name: str, moe_case: CaseMaker) -> None:
+@pytest.mark.parametrize("tokens", [3, 16, 90])
+def test_replay_with_new_ids(name: str, tokens: int, moe_case: CaseMaker) -> None:
     """A captured call follows ids, weights and activations that change in place, down to no live slot at all."""
     cases = [
-        moe_case(name, tokens=90, seed=seed, dead=dead, device="cuda") for seed, dead in enumerate((0.1, 0.9, 1.0))
+        moe_case(name, tokens=tokens, seed=seed, dead=dead, device="cuda") for seed, dead in enumerate((0.1, 0.9, 1.0))
     ]
     fixed = cases[0].but(x=cases[0].x.clone(), topk_ids=cases[0].topk_ids.clone())
     fixed = fixed.but(topk_weights=fixed.topk_weights.clone())
@@ -131,8 +144,9 @@ def test_replay_with_new_ids(name: str, moe_case: CaseMaker) -> None:
         assert torch.equal(bits(out), bits(fixed.run()))
 
 
-def test_two_streams(moe_case: CaseMaker) -> None:
-    cases = [moe_case("block-bf16", tokens=tokens, device="cuda") for tokens in (200, 70)]
+@pytest.mark.parametrize("sizes", [(200, 70), (3, 16)])
+def test_two_streams(sizes: tuple[int, int], moe_case: CaseMaker) -> None:
+    cases = [moe_case("block-bf16", tokens=tokens, device="cuda") for tokens in sizes]
     want = [case.run() for case in cases]
     streams = [torch.cuda.Stream() for _ in cases]
     torch.cuda.synchronize()
@@ -147,9 +161,10 @@ def test_two_streams(moe_case: CaseMaker) -> None:
 
 
 @pytest.mark.parametrize("name", ["block-bf16", "tensor-e4m3"])
-def test_late_producer(name: str, moe_case: CaseMaker) -> None:
+@pytest.mark.parametrize("tokens", [3, 16, 60])
+def test_late_producer(name: str, tokens: int, moe_case: CaseMaker) -> None:
     """Inputs written by a kernel that ends late, on the same side stream: the call must see the new ones."""
-    old, new = (moe_case(name, tokens=60, seed=seed, device="cuda") for seed in (1, 2))
+    old, new = (moe_case(name, tokens=tokens, seed=seed, device="cuda") for seed in (1, 2))
     want = new.but(w13=old.w13, w2=old.w2, quant=old.quant).run()
     if name.startswith("block"):
         assert old.quant.x_scale is None
@@ -166,10 +181,12 @@ def test_late_producer(name: str, moe_case: CaseMaker) -> None:
             assert torch.equal(bits(case.run()), bits(want))
 
 
-def test_offsets_beyond_32_bits(moe_case: CaseMaker) -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_offsets_beyond_32_bits(batch_invariant: bool, moe_case: CaseMaker) -> None:
     """Weights of more than 2^31 bytes: the last expert gives what the first gives with the same weights."""
     experts, hidden, inter = 130, 4096, 2048
     small = moe_case("block-bf16", 4, 2, 1, hidden, inter, dead=0.0, ids=torch.zeros(4, 2).int(), device="cuda")
+    small = small.but(batch_invariant=batch_invariant)
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
         wide = torch.zeros(experts, *tensor.shape[1:], dtype=tensor.dtype, device="cuda")
@@ -179,3 +196,24 @@ def test_offsets_beyond_32_bits(moe_case: CaseMaker) -> None:
     quant = hpc_moe.Fp8Block(spread(small.quant.w13_scale), spread(small.quant.w2_scale))
     large = small.but(w13=spread(small.w13), w2=spread(small.w2), quant=quant, topk_ids=small.topk_ids + experts - 1)
     assert torch.equal(bits(large.run()), bits(small.run()))
+
+
+def digest(moe_case: CaseMaker) -> str:
+    """A hash of the outputs of calls of every regime, back to back."""
+    found = hashlib.sha256()
+    for name in FP8:
+        for tokens in (2, 16, 60, 700):
+            case = moe_case(name, tokens=tokens, device="cuda")
+            for _ in range(3):
+                result = case.run()
+            found.update(result.view(torch.int16).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def test_without_programmatic_launch(moe_case: CaseMaker) -> None:
+    """HPC_PDL=0, which a process reads once, gives the same bits."""
+    script = "import conftest, test_moe_kernel_gpu as t; print(t.digest(conftest.make_case))"
+    paths = [str(pathlib.Path(__file__).parent), *sys.path]
+    environment = {**os.environ, "HPC_PDL": "0", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=50)
+    assert done.stdout.strip() == digest(moe_case), done.stderr

@@ -41,6 +41,7 @@ void bind_config(nb::module_& module) {
       .def_ro("x_q", &Layout::x_q)
       .def_ro("x_scale", &Layout::x_scale)
       .def_ro("h", &Layout::h)
+      .def_ro("h_q", &Layout::h_q)
       .def_ro("h_scale", &Layout::h_scale)
       .def_ro("y", &Layout::y)
       .def_ro("bytes", &Layout::bytes);
@@ -52,6 +53,7 @@ void bind_config(nb::module_& module) {
       .def_ro("act_group", &Config::act_group)
       .def_ro("x_in_workspace", &Config::x_in_workspace)
       .def_ro("h_is_bf16", &Config::h_is_bf16)
+      .def_ro("h_quantised", &Config::h_quantised)
       .def_ro("num_chunks", &Config::num_chunks)
       .def_ro("chunk_tokens", &Config::chunk_tokens)
       .def_ro("chunk_rows", &Config::chunk_rows)

@@ -23,6 +23,8 @@ constexpr int32_t kMaxLocalExperts = 512;
 constexpr int32_t kMaxExperts = 1 << 16;  // over all ranks
 constexpr int32_t kMaxDim = 1 << 17;      // H and I
 constexpr int32_t kScaleK = 128;          // elements of H that share a scale
+constexpr int32_t kIndexCluster = 8;      // CTAs that make the index of a larger call together
+constexpr int32_t kLowInlinePairs = 16;   // pairs up to which the low regime's GEMMs quantise what they load
 constexpr int32_t kLowMaxPairs = 1024;    // (token, slot) pairs of the low regime: every CTA routes them itself
 
 enum class Quant : int32_t { kNone = 0, kBlock = 1, kTensor = 2 };
@@ -56,7 +58,8 @@ struct Layout {
   int64_t x_q;           // e4m3 [chunk_tokens, H], where x_in_workspace
   int64_t x_scale;       // fp32 [chunk_tokens, H / 128], where x_in_workspace and quant is kBlock
   int64_t h;             // [chunk_rows, I]: bf16 where h_is_bf16, else e4m3
-  int64_t h_scale;       // fp32 [chunk_rows, I / act_group], where quant is kBlock and h is e4m3
+  int64_t h_q;           // e4m3 [chunk_rows, I], where h_quantised
+  int64_t h_scale;       // fp32 [chunk_rows, I / act_group], where quant is kBlock and h is e4m3 or h_quantised
   int64_t y;             // bf16 [chunk_rows, H]: down's rows before the reduction
   int64_t bytes;         // of the whole workspace
 };
@@ -64,9 +67,10 @@ struct Layout {
 struct Config {
   Regime regime;
   grouped::TileRule rule;
-  int32_t act_group;     // elements of I that share a scale, weights' and activations' alike: 128, or 64
-  bool x_in_workspace;   // x is quantised by a step of its own into x_q (else by the GEMM's load, or not at all)
-  bool h_is_bf16;        // the activation is stored as bf16: bf16 weights, or the down GEMM's load quantises it
+  int32_t act_group;    // elements of I that share a scale, weights' and activations' alike: 128, or 64
+  bool x_in_workspace;  // x is quantised by a step of its own into x_q (else by the GEMM's load, or not at all)
+  bool h_is_bf16;       // the activation is stored as bf16: bf16 weights, or the down GEMM's load quantises it
+  bool h_quantised;  // bf16 h is quantised by a step of its own into h_q (else by the down GEMM's load, or not at all)
   int32_t num_chunks;    // 0 where there are no tokens
   int64_t chunk_tokens;  // tokens of every chunk but the last, which has no more
   int64_t chunk_rows;    // chunk_tokens * top_k: most rows of a chunk
@@ -124,7 +128,8 @@ inline Layout make_layout(const Problem& p, const Config& c) {
   l.x_q = take(x_tokens * p.hidden);
   l.x_scale = take(block ? x_tokens * (p.hidden / kScaleK) * 4 : 0);
   l.h = take(c.chunk_rows * p.intermediate * (c.h_is_bf16 ? 2 : 1));
-  l.h_scale = take(block && !c.h_is_bf16 ? c.chunk_rows * (p.intermediate / c.act_group) * 4 : 0);
+  l.h_q = take(c.h_quantised ? c.chunk_rows * p.intermediate : 0);
+  l.h_scale = take(block && (!c.h_is_bf16 || c.h_quantised) ? c.chunk_rows * (p.intermediate / c.act_group) * 4 : 0);
   l.y = take(c.chunk_rows * p.hidden * 2);
   l.bytes = p.tokens == 0 ? 0 : end;
   return l;
@@ -162,9 +167,12 @@ inline Config make_config(const Problem& p) {
   const bool low = c.regime == Regime::kLow;
   c.rule = low ? grouped::TileRule{8, 8, 0} : grouped::default_rule();
   c.act_group = p.intermediate % 128 == 0 ? 128 : 64;
-  c.x_in_workspace = p.quant != Quant::kNone && p.x_is_bf16 && !low;
-  // In the low regime an activation group spans several gate-up tasks, so the down kernel finds its amax.
+  // In the low regime a GEMM's load can quantise, again in every task: cheaper than a launch for the fewest rows.
+  const bool apart = !low || c.chunk_rows > kLowInlinePairs;
+  c.x_in_workspace = p.quant != Quant::kNone && p.x_is_bf16 && apart;
+  // In the low regime an activation group spans several gate-up tasks, so its amax is found later.
   c.h_is_bf16 = p.quant == Quant::kNone || (p.quant == Quant::kBlock && low);
+  c.h_quantised = p.quant == Quant::kBlock && low && apart;
   c.max_tiles = grouped::max_tiles(c.chunk_rows, p.num_local, c.rule);
 
   c.up_columns = low ? 32 : c.act_group;
@@ -173,7 +181,7 @@ inline Config make_config(const Problem& p) {
   const int64_t down_tasks = (low ? 1 : c.max_tiles) * static_cast<int64_t>(detail::ceil_div(p.hidden, c.down_columns));
   c.up_grid = detail::grid(p.num_sms, up_tasks);
   c.down_grid = detail::grid(p.num_sms, down_tasks);
-  c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 8192 ? 8 : 1);
+  c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 2048 ? kIndexCluster : 1);
   c.layout = detail::make_layout(p, c);
   return c;
 }

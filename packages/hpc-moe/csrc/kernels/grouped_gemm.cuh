@@ -8,7 +8,8 @@
 // A task is (expert, pair of units, token tile); token tiles of one expert and pair are neighbours, so that their
 // weights come from L2 after the first. Tile widths are multiples of 16 up to 128; a warpgroup without a unit (an odd
 // last one) only keeps the barriers. Shared memory: kStages x (32 KB weights + 16 KB rows of B), scales of each stage,
-// epilogue buffers, barriers. Barriers: full[s] (the TMA thread's arrival and bytes, one arrival a producer warp),
+// epilogue buffers, barriers. Barriers: full[s] (the TMA thread's arrival and bytes, one arrival a producer thread,
+// when its cp.async have landed),
 // empty[s] (one a consumer warp). K order: 128 bytes a stage; block scales are applied and sums promoted to fp32
 // registers every scale group (128, or 64 of I), per-tensor sums every 128. It depends on nothing but the shape, so a
 // row has the same bits in every tile width. Rows of a tile beyond its count hold whatever shared memory held: they
@@ -38,9 +39,7 @@ constexpr int kStageBytes = 2 * kUnitBytes + kMaxWidth * 128;
 constexpr int kScaleFloats = 2 * kMaxWidth + 32;  // a stage's scales: B [2 groups][width], weights [2 groups][4]
 constexpr int kConsumers = 256, kProducers = 128;
 constexpr int kGemmThreads = kConsumers + kProducers;
-constexpr int kLag = 2;           // stages a producer runs ahead of its own cp.async
 constexpr int kOutRow = 64 + 16;  // bytes of a staged output row (64 e4m3), padded against conflicts
-static_assert(kLag < kStages);
 constexpr uint32_t kNoRow = ~0u;
 
 struct GemmSmem {
@@ -71,12 +70,19 @@ __device__ __forceinline__ int num_pairs(const GemmParams& p) {
   return (p.units + 1) / 2;
 }
 
-// Task `index` of num_pairs * tiles. All tasks of an expert are neighbours: pair outermost, then token tile.
+// Task `index` of num_pairs * tiles. Whole pairs first: the tasks of an expert are neighbours, pair outermost, then
+// token tile. Where the number of units is odd, the tasks of the last unit alone follow, of all experts: mixed in,
+// every other CTA would have half the work.
 __device__ __forceinline__ Task task_at(const GemmParams& p, int index) {
-  const int pairs = num_pairs(p);
-  const int expert = p.routing.tiles[index / pairs].expert;
+  const int whole = p.units / 2;
+  const int single = index - p.routing.tile_offsets[p.experts] * whole;
+  if (single >= 0) {
+    const grouped::TileTask tile = p.routing.tiles[single];
+    return {tile.expert, tile.row, tile.rows, tile.width, whole};
+  }
+  const int expert = p.routing.tiles[index / whole].expert;
   const int first = p.routing.tile_offsets[expert], tiles = p.routing.tile_offsets[expert + 1] - first;
-  const int local = index - first * pairs;
+  const int local = index - first * whole;
   const int pair = local / tiles;
   const grouped::TileTask tile = p.routing.tiles[first + local - pair * tiles];
   return {expert, tile.row, tile.rows, tile.width, pair};
@@ -109,14 +115,15 @@ __device__ __forceinline__ int weight_coordinate(const GemmParams& p, const Task
 
 template <Gemm kGemm>
 __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensorMap* map, int row, int active, int k,
-                                             uint32_t smem, uint32_t full) {
+                                             uint32_t smem, uint32_t full, uint64_t policy) {
   mbarrier_arrive_expect_tx(full, active * kUnitBytes);
   for (int i = 0; i < active; ++i) {
     if constexpr (kGemm == Gemm::kUp) {
-      tma_load_4d(smem + i * kUnitBytes, map, full, k * 128, 0, 0, row + 4 * i);
-      tma_load_4d(smem + i * kUnitBytes + kUnitBytes / 2, map, full, k * 128, 0, 0, row + 4 * i + p.out_columns / 16);
+      tma_load_4d(smem + i * kUnitBytes, map, full, k * 128, 0, 0, row + 4 * i, policy);
+      tma_load_4d(smem + i * kUnitBytes + kUnitBytes / 2, map, full, k * 128, 0, 0, row + 4 * i + p.out_columns / 16,
+                  policy);
     } else {
-      tma_load_5d(smem + i * kUnitBytes, map, full, k * 128, 0, 0, row + 4 * i, 0);
+      tma_load_5d(smem + i * kUnitBytes, map, full, k * 128, 0, 0, row + 4 * i, 0, policy);
     }
   }
 }
@@ -134,7 +141,7 @@ __device__ __forceinline__ const float* weight_scales(const GemmParams& p, const
 template <Gemm kGemm, Quant kQuant, bool kHalf>
 __device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s, int experts) {
   using T = Traits<kGemm, kQuant, kHalf>;
-  const int thread = threadIdx.x - kConsumers, lane = thread % 32;
+  const int thread = threadIdx.x - kConsumers;
   const int chunk = thread % 8, first_row = thread / 8;  // 16-byte chunk of a row, first of the thread's rows
   const uint32_t to = 2 * kUnitBytes + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);  // rows 16 i further: + 2 KB
   const int num_k = (p.k_bytes + 127) / 128;
@@ -142,6 +149,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s
   const uint32_t full = smem_address(s.full), empty = smem_address(s.empty);
   const uint32_t stages = smem_address(s.stage), scales = smem_address(s.scale);
 
+  const uint64_t policy = p.evict_first ? l2_evict_first() : l2_evict_normal();
   int prefetched = 0;  // stages whose weights are on their way before the wait
   if constexpr (kGemm == Gemm::kDown) {
     if (static_cast<int>(blockIdx.x) < total) {
@@ -150,7 +158,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s
         const Task task = task_at(p, blockIdx.x);
         const int row = weight_coordinate<kGemm>(p, task), active = min(2, p.units - 2 * task.pair);
         for (int k = 0; k < prefetched; ++k) {
-          load_weights<kGemm>(p, map, row, active, k, stages + k * kStageBytes, full + k * 8);
+          load_weights<kGemm>(p, map, row, active, k, stages + k * kStageBytes, full + k * 8, policy);
         }
       }
     }
@@ -158,14 +166,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s
     pdl_trigger();
   }
 
-  Ring head;  // stages filled; the last `pending` of them are not yet published
-  uint32_t pending = 0;
-  const auto publish = [&] {
-    fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(full + (head.count - pending) % kStages * 8);
-    --pending;
-  };
+  Ring head;
   for (int index = blockIdx.x; index < total; index += gridDim.x) {
     const Task task = task_at(p, index);
     const auto source_of = [&](int row) {  // row of B that the tile's row reads
@@ -192,7 +193,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s
       if (prefetched > 0) {
         --prefetched;
       } else if (thread == 0) {
-        load_weights<kGemm>(p, map, weight_row, active, k, base, full + head.stage() * 8);
+        load_weights<kGemm>(p, map, weight_row, active, k, base, full + head.stage() * 8, policy);
       }
       const int column = k * 128 + chunk * 16;
       if (column < p.k_bytes || T::kZeroTail) {
@@ -219,16 +220,11 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s
           }
         }
       }
-      cp_async_commit();
+      // Arrives when this thread's copies have landed: all stages may be on their way, nobody waits for the rows here.
+      cp_async_arrive(full + head.stage() * 8);
       ++head.count;
-      if (++pending > kLag) {
-        cp_async_wait<kLag>();
-        publish();
-      }
     }
   }
-  cp_async_wait<0>();
-  while (pending > 0) publish();
 }
 
 // --- consumers ------------------------------------------------------------------------------------------------------
@@ -277,6 +273,7 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, GemmSmem& s, 
 #pragma unroll 1
   for (int k = 0; k < num_k; ++k) {
     mbarrier_wait(full + ring.stage() * 8, ring.phase());
+    fence_proxy_async();  // the rows of B were written by the generic proxy, wgmma reads by the async one
     if (active) {
       const uint64_t a = a0 + ring.stage() * (kStageBytes >> 4), b = b0 + ring.stage() * (kStageBytes >> 4);
       if constexpr (kQuant == Quant::kNone) {
@@ -329,7 +326,7 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const GemmParam
   if (threadIdx.x == 0) {
     tma_prefetch_map(map);
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(smem_address(&s.full[i]), 1 + kProducers / 32);
+      mbarrier_init(smem_address(&s.full[i]), 1 + kProducers);
       mbarrier_init(smem_address(&s.empty[i]), kConsumers / 32);
     }
     mbarrier_init_fence();

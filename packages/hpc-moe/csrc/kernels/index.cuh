@@ -1,13 +1,15 @@
 // Index kernel, first of the four: routing index and tile list on the device, and the quantisation of bf16 x.
 //
-// Grid: CTA 0 makes the index; the others (where x is bf16) quantise x, 16 lanes to a group of 128 elements.
-// 1,024 threads. Dynamic shared memory: counters [32 warps][E] int32.
-// Index: warp w owns a contiguous segment of the pairs (token * k + slot).
-//   1. each warp counts its segment's experts (match_any: equal ids of 32 lanes add up without atomics);
-//   2. thread e turns the counts of expert e into starts: scan over the warps, then one block scan over the experts of
-//      (rows, tiles);
+// Grid: the first p.ctas CTAs (1, or a cluster of kIndexCluster) make the index; the others (where x is bf16) quantise
+// x, 16 lanes to a group of 128 elements. 1,024 threads. Dynamic shared memory: counters [32 warps][E] int32, lane
+// masks [32 warps][E]. Index: warp w (counted over the CTAs) owns a contiguous segment of the pairs (token * k + slot).
+//   1. each warp counts its segment's experts in its own counters;
+//   2. thread e turns the counts of expert e into starts: scan over the CTAs (each reads the others' counts in their
+//   shared
+//      memory) and over the warps, then one block scan over the experts of (rows, tiles), in each CTA;
 //   3. each warp walks its segment again and places every pair: its row is the warp's start plus the pairs of the same
-//      expert before it. Rows of an expert are therefore in pair order whatever the timing;
+//      expert before it; among 32 lanes those are found by a mask of lanes per expert (match.any takes a turn for each
+//      different id: ten times as long). Rows of an expert are therefore in pair order whatever the timing;
 //   4. all threads write tiles: tile q finds its expert by binary search in the tile offsets.
 // PDL: waits first (ids, x and the workspace belong to predecessors), then lets the gate-up kernel start.
 #pragma once
@@ -15,6 +17,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
+#include "hpc/cluster.cuh"
+#include "hpc/mbarrier.cuh"
 #include "hpc/pdl.cuh"
 #include "kernels/params.hpp"
 #include "kernels/quantise.cuh"
@@ -27,7 +31,7 @@ static_assert(kMaxLocalExperts <= kIndexThreads, "one thread an expert");
 
 // Bytes of dynamic shared memory for `experts` local experts.
 inline int index_smem_bytes(int experts) {
-  return kIndexWarps * experts * static_cast<int>(sizeof(int32_t));
+  return 2 * kIndexWarps * experts * static_cast<int>(sizeof(int32_t));
 }
 
 template <class Id>
@@ -93,19 +97,21 @@ __device__ __forceinline__ int2 block_scan(int2 value, int2& total) {
 template <class Id>
 __device__ void build_index(const IndexParams& p, const grouped::TileRule rule, int32_t* counts) {
   constexpr int kAhead = 4;  // ids loaded before the first is used
-  __shared__ int32_t row_start[kMaxLocalExperts + 1], tile_start[kMaxLocalExperts + 1];
+  __shared__ int32_t row_start[kMaxLocalExperts + 1], tile_start[kMaxLocalExperts + 1], cta_rows[kMaxLocalExperts];
+  const int rank = blockIdx.x, ctas = p.ctas;  // the cluster is the grid's first
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int experts = p.num_experts;
   const PairReader<Id> expert_of(p);
-  for (int i = threadIdx.x; i < kIndexWarps * experts; i += kIndexThreads) counts[i] = 0;
+  for (int i = threadIdx.x; i < 2 * kIndexWarps * experts; i += kIndexThreads) counts[i] = 0;
   __syncthreads();
 
   // Segments are multiples of 32 pairs, so that only the last warp with work sees a partial step.
-  const int steps = (p.num_pairs + 31) / 32, share = (steps + kIndexWarps - 1) / kIndexWarps;
-  const int first = min(warp * share, steps), last = min(first + share, steps);
+  const int steps = (p.num_pairs + 31) / 32, warps = ctas * kIndexWarps, share = (steps + warps - 1) / warps;
+  const int first = min((rank * kIndexWarps + warp) * share, steps), last = min(first + share, steps);
   int32_t* own = counts + warp * experts;
+  auto* masks = reinterpret_cast<uint32_t*>(counts + kIndexWarps * experts) + warp * experts;
 
-  // Calls body(pair, expert, lanes of the same expert) for each step of this warp's segment; expert is -1 for none.
+  // Calls body(pair, expert) for each step of this warp's segment; expert is -1 for none.
   const auto walk = [&](auto&& body) {
     for (int step = first; step < last; step += kAhead) {
       int32_t ids[kAhead];
@@ -116,53 +122,78 @@ __device__ void build_index(const IndexParams& p, const grouped::TileRule rule, 
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        if (step + i < last) body((step + i) * 32 + lane, ids[i], __match_any_sync(~0u, ids[i]));
+        if (step + i < last) body((step + i) * 32 + lane, ids[i]);
       }
     }
   };
 
-  walk([&](int, int32_t expert, uint32_t same) {
-    if (expert >= 0 && lane == __ffs(same) - 1) own[expert] += __popc(same);
-    __syncwarp();
+  walk([&](int, int32_t expert) {
+    if (expert >= 0) atomicAdd(&own[expert], 1);
   });
   __syncthreads();
 
   const int e = threadIdx.x;
-  int rows = 0;
+  int rows = 0, before = 0;  // of all CTAs; of the CTAs before this one
   if (e < experts) {
     for (int w = 0; w < kIndexWarps; ++w) rows += counts[w * experts + e];
+  }
+  if (ctas > 1) {
+    if (e < experts) cta_rows[e] = rows;
+    cluster_arrive_release();
+    cluster_wait();
+    rows = 0;
+    if (e < experts) {
+#pragma unroll
+      for (int other = 0; other < kIndexCluster; ++other) {
+        const int32_t theirs = load_cluster_s32(cluster_address(smem_address(&cta_rows[e]), other));
+        rows += theirs;
+        before += other < rank ? theirs : 0;
+      }
+    }
+    cluster_arrive_relaxed();  // waited for at the end: nobody leaves while others read its counts
   }
   int2 total;
   const int2 start = block_scan(make_int2(rows, grouped::num_tiles(rows, rule)), total);
   if (e < experts) {
-    int run = start.x;
+    int run = start.x + before;
     for (int w = 0; w < kIndexWarps; ++w) {
       const int count = counts[w * experts + e];
       counts[w * experts + e] = run;
       run += count;
     }
-    row_start[e] = p.routing.offsets[e] = start.x;
-    tile_start[e] = p.routing.tile_offsets[e] = start.y;
+    row_start[e] = start.x;
+    tile_start[e] = start.y;
     if (e == experts - 1) {
-      row_start[experts] = p.routing.offsets[experts] = total.x;
-      tile_start[experts] = p.routing.tile_offsets[experts] = total.y;
+      row_start[experts] = total.x;
+      tile_start[experts] = total.y;
     }
   }
   __syncthreads();
+  if (rank == 0 && e <= experts) {
+    p.routing.offsets[e] = row_start[e];
+    p.routing.tile_offsets[e] = tile_start[e];
+  }
 
-  walk([&](int pair, int32_t expert, uint32_t same) {
+  walk([&](int pair, int32_t expert) {
     int32_t row = -1;
+    uint32_t same = 0;
+    if (expert >= 0) atomicOr(&masks[expert], 1u << lane);
+    __syncwarp();
     if (expert >= 0) {
+      same = masks[expert];
       row = own[expert] + __popc(same & ((1u << lane) - 1));
       p.routing.row_to_slot[row] = pair;
     }
     if (pair < p.num_pairs) p.routing.slot_to_row[pair] = row;
     __syncwarp();
-    if (expert >= 0 && lane == __ffs(same) - 1) own[expert] += __popc(same);
+    if (expert >= 0 && lane == __ffs(same) - 1) {
+      own[expert] += __popc(same);
+      masks[expert] = 0;
+    }
     __syncwarp();
   });
 
-  for (int tile = threadIdx.x; tile < total.y; tile += kIndexThreads) {
+  for (int tile = rank * kIndexThreads + threadIdx.x; tile < total.y; tile += ctas * kIndexThreads) {
     int low = 0, high = experts;  // the expert is the last whose first tile is at most `tile` and that has tiles
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -176,6 +207,7 @@ __device__ void build_index(const IndexParams& p, const grouped::TileRule rule, 
     const grouped::TileSpan span = grouped::tile_span(count, tile - tile_start[low], rule);
     p.routing.tiles[tile] = {low, row_start[low] + span.first, span.rows, grouped::tile_rows(count, rule)};
   }
+  if (ctas > 1) cluster_wait();
 }
 
 template <class Id, Quant kQuant>
@@ -184,13 +216,13 @@ __global__ void __launch_bounds__(kIndexThreads, 1)
   extern __shared__ int32_t counts[];
   pdl_wait();
   pdl_trigger();
-  if (blockIdx.x == 0) {
+  if (static_cast<int>(blockIdx.x) < p.ctas) {
     build_index<Id>(p, rule, counts);
     return;
   }
   if constexpr (kQuant != Quant::kNone) {
-    const int64_t first = static_cast<int64_t>(blockIdx.x - 1) * kIndexThreads + threadIdx.x;
-    quantise_rows<kQuant>(q, first / 16, static_cast<int64_t>(gridDim.x - 1) * (kIndexThreads / 16));
+    const int64_t first = static_cast<int64_t>(blockIdx.x - p.ctas) * kIndexThreads + threadIdx.x;
+    quantise_rows<kQuant>(q, first / 16, static_cast<int64_t>(gridDim.x - p.ctas) * (kIndexThreads / 16));
   }
 }
 

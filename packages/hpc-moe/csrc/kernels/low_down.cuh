@@ -4,31 +4,32 @@
 // shared memory: no partial results in memory, no atomics, sums in slot order. 256 threads: the warps are `streams`
 // groups of `splits` warps; a group takes every streams-th tile, its warps share the tile's scale groups (128 of I, or
 // 64). Rows 2 g and 2 g + 1 of a fragment's 16 columns are rows g and g + 8 of m16n8k16, so a thread has neighbouring
-// columns. Weights and h come through rings as in the gate-up kernel; bf16 h (block scales) is quantised as it leaves.
-// Shared memory: rings | weight scales of each warp and slot | sums of the warps of a group, twice | y, bf16 |
-// topk_weights | routing; counters share the rings' memory.
-// PDL: finds the routing, topk_weights and the first weights before the wait (ids and topk_weights are two kernels
-// old); h after it.
+// columns. Weights and h come through rings as in the gate-up kernel; bf16 h (block scales, very few rows) is quantised
+// as it leaves. Shared memory: rings | weight scales of each warp and slot | sums of the warps of a group, twice | y,
+// bf16 | topk_weights | routing; counters share the rings' memory. PDL: finds the routing, topk_weights and the first
+// weights before the wait (ids and topk_weights are two kernels old); h after it.
 #pragma once
 
 #include "kernels/low_common.cuh"
 
 namespace hpc::moe {
 
-template <Quant kQuant, bool kHalf, int kFragments>
+// kBf16H: h comes as bf16 and is quantised here; else it is e4m3, with scales where they are by block.
+template <Quant kQuant, bool kBf16H, bool kHalf, int kFragments>
 struct LowDown {
   static constexpr bool kBlock = kQuant == Quant::kBlock;
+  static constexpr int kScaleBytes = 64;  // a warp's slot: 8 rows of h, weights
   static constexpr int kColumns = 16 * kFragments, kChunks = kHalf ? 1 : 2;
-  static constexpr int kWeights = kFragments * kChunks * 2, kVectors = kWeights + kChunks * (kBlock ? 2 : 1);
+  static constexpr int kWeights = kFragments * kChunks * 2, kVectors = kWeights + kChunks * (kBf16H ? 2 : 1);
   static constexpr int kPitch = kColumns * 2 + 4;  // bytes of a row of y, padded against conflicts
   static constexpr int kSumBytes = kLowWarps * kFragments * 512;
   // As many slots as fit beside the rest: 64 to 96 KB of weights in flight.
   static constexpr int kRest = 2 * kSumBytes + kLowMaxPairs * (kPitch + 4) + static_cast<int>(sizeof(LowRoute));
-  static constexpr int kFit = (232448 - kRest) / (kLowWarps * (kVectors * 512 + 16));
+  static constexpr int kFit = (232448 - kRest) / (kLowWarps * (kVectors * 512 + kScaleBytes));
   static constexpr int kSlots = kFit < 8 ? kFit : 8;
   using Ring = LaneRing<kSlots, kVectors>;
   static constexpr int kScalesAt = kLowWarps * Ring::kBytes;
-  static constexpr int kSumsAt = kScalesAt + kLowWarps * kSlots * 16;
+  static constexpr int kSumsAt = kScalesAt + kLowWarps * kSlots * kScaleBytes;
   static constexpr int kYAt = kSumsAt + 2 * kSumBytes;
   static constexpr int kWeightsAt = kYAt + kLowMaxPairs * kPitch;
   static constexpr int kRouteAt = kWeightsAt + kLowMaxPairs * 4;
@@ -47,7 +48,7 @@ struct LowDown {
 
   struct Source {
     const uint8_t *weight, *h;
-    const float* scale;
+    const float *weight_scale, *row_scale;  // of lanes 8 and 0 to 7
     int bytes;
   };
 
@@ -62,20 +63,24 @@ struct LowDown {
   }
 
   __device__ __forceinline__ uint32_t scale_at(const Ring& ring) const {
-    return base + kScalesAt + (warp * kSlots + ring.slot()) * 16;
+    return base + kScalesAt + (warp * kSlots + ring.slot()) * kScaleBytes;
   }
 
   __device__ __forceinline__ Source source(int index) const {
     const LowTile tile = route.tiles[index];
     const int g = lane / 4, t = lane % 4, column = blockIdx.x * kColumns;
-    Source s;
+    const int row = g < tile.rows ? g : 0;
+    Source s{};
     s.weight = p.w2 + (static_cast<int64_t>(tile.expert) * p.hidden + column + 2 * g) * p.intermediate + 16 * t;
     s.bytes = g < tile.rows ? 16 : 0;
-    s.h = static_cast<const uint8_t*>(p.h) +
-          static_cast<int64_t>(tile.row + (g < tile.rows ? g : 0)) * p.intermediate * (kBlock ? 2 : 1) +
-          (kBlock ? 32 : 16) * t;
-    s.scale =
-        kBlock ? p.w2_scale + (static_cast<int64_t>(tile.expert) * (p.hidden / 128) + column / 128) * groups : nullptr;
+    s.h = static_cast<const uint8_t*>(kBf16H ? p.h : p.h_quant) +
+          static_cast<int64_t>(tile.row + row) * p.intermediate * (kBf16H ? 2 : 1) + (kBf16H ? 32 : 16) * t;
+    if (kBlock && lane == 8) {
+      s.weight_scale = p.w2_scale + (static_cast<int64_t>(tile.expert) * (p.hidden / 128) + column / 128) * groups;
+    }
+    if (kBlock && !kBf16H && lane < tile.rows) {
+      s.row_scale = p.h_scale + static_cast<int64_t>(tile.row + lane) * groups;
+    }
     return s;
   }
 
@@ -91,54 +96,61 @@ struct LowDown {
       }
     }
     if constexpr (kBlock) {
-      if (lane == 0) cp_async4(scale_at(ring), s.scale + group, 4);
+      if (s.weight_scale) cp_async4(scale_at(ring) + 32, s.weight_scale + group, 4);
     }
   }
 
   __device__ __forceinline__ void fill_rows(const Ring& ring, const Source& s, int group) const {
-    const uint8_t* h = s.h + group * (64 * kChunks * (kBlock ? 2 : 1));
+    const uint8_t* h = s.h + group * (64 * kChunks * (kBf16H ? 2 : 1));
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      if constexpr (kBlock) {
+      if constexpr (kBf16H) {
         cp_async16(ring.at(kWeights + 2 * c), h + c * 128, s.bytes);
         cp_async16(ring.at(kWeights + 2 * c + 1), h + c * 128 + 16, s.bytes);
       } else {
         cp_async16(ring.at(kWeights + c), h + c * 64, s.bytes);
       }
     }
+    if constexpr (kBlock && !kBf16H) {
+      if (s.row_scale) cp_async4(scale_at(ring) + lane * 4, s.row_scale + group, 4);
+    }
   }
 
   __device__ __forceinline__ void multiply(const Ring& ring, float (&acc)[kFragments][4]) const {
     LowFragment fragment[kChunks];
-    if constexpr (kBlock) {
+    float first = 1.0f, second = 1.0f;  // scales of rows 2 t and 2 t + 1
+    if constexpr (kBf16H) {
       const float row_scale = quantise_fragments<kQuant, kChunks>(ring, kWeights, 0.0f, fragment);
-      const float weight = lds_float(scale_at(ring));
-      const int t = lane % 4;
-      const float first = __shfl_sync(~0u, row_scale, 8 * t) * weight;
-      const float second = __shfl_sync(~0u, row_scale, 8 * t + 4) * weight;
-#pragma unroll
-      for (int f = 0; f < kFragments; ++f) {
-        float part[4] = {};
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) multiply_rows(ring, (f * kChunks + c) * 2, fragment[c], part);
-        acc[f][0] = fmaf(part[0], first, acc[f][0]);
-        acc[f][1] = fmaf(part[1], second, acc[f][1]);
-        acc[f][2] = fmaf(part[2], first, acc[f][2]);
-        acc[f][3] = fmaf(part[3], second, acc[f][3]);
-      }
+      first = __shfl_sync(~0u, row_scale, 8 * (lane % 4));
+      second = __shfl_sync(~0u, row_scale, 8 * (lane % 4) + 4);
     } else {
       load_fragments<kChunks>(ring, kWeights, fragment);
+    }
+    if constexpr (kBlock) {
+      const uint32_t at = scale_at(ring);
+      if constexpr (!kBf16H) {
+        first = lds_float(at + 8 * (lane % 4));
+        second = lds_float(at + 8 * (lane % 4) + 4);
+      }
+      const float weight = lds_float(at + 32);
+      first *= weight;
+      second *= weight;
+    }
 #pragma unroll
-      for (int f = 0; f < kFragments; ++f) {
+    for (int f = 0; f < kFragments; ++f) {
+      float part[kChunks][4] = {};  // apart, so that products need not wait for each other
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) multiply_rows(ring, (f * kChunks + c) * 2, fragment[c], acc[f]);
+      for (int c = 0; c < kChunks; ++c) multiply_rows(ring, (f * kChunks + c) * 2, fragment[c], part[c]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float sum = part[0][i] + (kChunks == 2 ? part[kChunks - 1][i] : 0.0f);
+        acc[f][i] = fmaf(sum, i % 2 ? second : first, acc[f][i]);
       }
     }
   }
 
   // Rounds a tile's sums to bf16 into y.
-  __device__ __forceinline__ void put(const LowTile& tile, const float (&acc)[kFragments][4]) const {
-    const float scale = kBlock ? 1.0f : p.w2_scale[tile.expert] * *p.act_scale;
+  __device__ __forceinline__ void put(const LowTile& tile, const float (&acc)[kFragments][4], float scale) const {
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
@@ -218,7 +230,10 @@ struct LowDown {
       const int index = begin + first;
       const bool live = index < tiles;
       float acc[kFragments][4] = {};
+      float scale = 1.0f;
       if (live) {
+        // Asked for here, used at the tile's end.
+        if (!kBlock) scale = p.w2_scale[route.tiles[index].expert] * *p.act_scale;
 #pragma unroll 1
         for (int group = part(); group < groups; group += splits) {
           cp_async_wait<kSlots - 1>();
@@ -238,7 +253,7 @@ struct LowDown {
         exchange(sums, live, acc);
         sums = 2 * (base + kSumsAt) + kSumBytes - sums;  // the other buffer
       }
-      if (live && part() == 0) put(route.tiles[index], acc);
+      if (live && part() == 0) put(route.tiles[index], acc, scale);
     }
     __syncthreads();
     reduce();
@@ -272,10 +287,10 @@ struct LowDown {
   }
 };
 
-template <class Id, Quant kQuant, bool kHalf, int kFragments>
+template <class Id, Quant kQuant, bool kBf16H, bool kHalf, int kFragments>
 __global__ void __launch_bounds__(kLowThreads, 1) low_down_kernel(const __grid_constant__ LowParams p, int splits) {
   extern __shared__ __align__(128) uint8_t smem[];
-  using Down = LowDown<kQuant, kHalf, kFragments>;
+  using Down = LowDown<kQuant, kBf16H, kHalf, kFragments>;
   auto& route = *reinterpret_cast<LowRoute*>(smem + Down::kRouteAt);
   auto* weights = reinterpret_cast<float*>(smem + Down::kWeightsAt);
   for (int pair = threadIdx.x; pair < p.index.num_pairs; pair += kLowThreads) {

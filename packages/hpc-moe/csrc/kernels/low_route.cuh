@@ -1,4 +1,4 @@
-// Routing of a small call, found by each CTA of the low regime's kernels for itself: in shared memory, without atomics.
+// Routing of a small call, found by each CTA of the low regime's kernels for itself: in shared memory.
 //
 // 256 threads, at most 1,024 (token, slot) pairs. Rows of an expert are consecutive and in pair order, experts ascend
 // (the same order as hpc::grouped's index); a tile is up to 8 rows of one expert.
@@ -29,7 +29,8 @@ struct LowRoute {
 // Counters that low_route() needs while it runs; may share memory with what is used after it.
 struct LowScratch {
   int16_t expert_of[kLowMaxPairs];
-  uint16_t counts[kLowWarps][kMaxLocalExperts];
+  uint32_t counts[kLowWarps][kMaxLocalExperts];
+  uint32_t masks[kLowWarps][kMaxLocalExperts];
 };
 
 // Fills `route`. All threads of the CTA call it; it ends with a barrier.
@@ -45,7 +46,7 @@ __device__ __forceinline__ void low_route(const IndexParams& p, LowRoute& route,
     ids[i] = pair < p.num_pairs ? expert_of(pair) : -1;
   }
   auto* zero = reinterpret_cast<uint4*>(scratch.counts);
-  for (int i = thread; i < static_cast<int>(sizeof(scratch.counts) / 16); i += kLowThreads) {
+  for (int i = thread; i < static_cast<int>((sizeof(scratch.counts) + sizeof(scratch.masks)) / 16); i += kLowThreads) {
     zero[i] = make_uint4(0, 0, 0, 0);
   }
 #pragma unroll
@@ -55,12 +56,10 @@ __device__ __forceinline__ void low_route(const IndexParams& p, LowRoute& route,
   // Each warp owns a run of steps of 32 pairs.
   const int steps = (p.num_pairs + 31) / 32, share = (steps + kLowWarps - 1) / kLowWarps;
   const int first = min(warp * share, steps), last = min(first + share, steps);
-  uint16_t* own = scratch.counts[warp];
+  uint32_t *own = scratch.counts[warp], *masks = scratch.masks[warp];
   for (int step = first; step < last; ++step) {
     const int expert = scratch.expert_of[step * 32 + lane];
-    const uint32_t same = __match_any_sync(~0u, expert);
-    if (expert >= 0 && lane == __ffs(same) - 1) own[expert] += __popc(same);
-    __syncwarp();
+    if (expert >= 0) atomicAdd(&own[expert], 1u);
   }
   __syncthreads();
 
@@ -102,7 +101,7 @@ __device__ __forceinline__ void low_route(const IndexParams& p, LowRoute& route,
 #pragma unroll
       for (int w = 0; w < kLowWarps; ++w) {
         const uint32_t count = scratch.counts[w][expert];
-        scratch.counts[w][expert] = static_cast<uint16_t>(row);
+        scratch.counts[w][expert] = row;
         row += count;
       }
     }
@@ -112,15 +111,21 @@ __device__ __forceinline__ void low_route(const IndexParams& p, LowRoute& route,
 
   for (int step = first; step < last; ++step) {
     const int pair = step * 32 + lane, expert = scratch.expert_of[pair];
-    const uint32_t same = __match_any_sync(~0u, expert);
+    uint32_t same = 0;
     uint16_t row = kNoLowRow;
+    if (expert >= 0) atomicOr(&masks[expert], 1u << lane);
+    __syncwarp();
     if (expert >= 0) {
+      same = masks[expert];
       row = static_cast<uint16_t>(own[expert] + __popc(same & ((1u << lane) - 1)));
       route.row_to_pair[row] = static_cast<uint16_t>(pair);
     }
     route.pair_to_row[pair] = row;
     __syncwarp();
-    if (expert >= 0 && lane == __ffs(same) - 1) own[expert] += __popc(same);
+    if (expert >= 0 && lane == __ffs(same) - 1) {
+      own[expert] += __popc(same);
+      masks[expert] = 0;
+    }
     __syncwarp();
   }
   __syncthreads();

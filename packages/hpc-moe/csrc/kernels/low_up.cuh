@@ -149,7 +149,7 @@ struct LowUp {
   }
 
   // Adds the warps' sums and stores the task's part of h: 128 threads, a fragment a warp.
-  __device__ __forceinline__ void finish(int task, uint32_t sums) const {
+  __device__ __forceinline__ void finish(int task, uint32_t sums, float scale) const {
     const LowTile tile = route.tiles[task / columns];
     float v[4] = {};
 #pragma unroll
@@ -158,7 +158,6 @@ struct LowUp {
       v[0] += __uint_as_float(raw.x), v[1] += __uint_as_float(raw.y);
       v[2] += __uint_as_float(raw.z), v[3] += __uint_as_float(raw.w);
     }
-    const float scale = kBlock ? 1.0f : p.w13_scale[tile.expert] * *p.x_scale;
     const int64_t column = task % columns * kColumns + 8 * warp + lane / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -204,6 +203,8 @@ struct LowUp {
 #pragma unroll 1
     for (int task = first; task < tasks; task += gridDim.x) {
       float acc[kFragments][4] = {};
+      // Asked for here, used at the task's end.
+      const float scale = kBlock ? 1.0f : p.w13_scale[route.tiles[task / columns].expert] * *p.x_scale;
 #pragma unroll 1
       for (int group = warp; group < groups; group += kLowWarps) {
         cp_async_wait<kSlots - 1>();
@@ -220,7 +221,7 @@ struct LowUp {
                           __float_as_uint(acc[f][3])));
       }
       __syncthreads();
-      if (warp < kFragments) finish(task, sums);
+      if (warp < kFragments) finish(task, sums, scale);
       sums = 2 * (base + kSumsAt) + kSumBytes - sums;  // the other buffer
     }
   }

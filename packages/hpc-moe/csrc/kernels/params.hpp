@@ -25,10 +25,11 @@ struct IndexParams {
   int32_t num_pairs;     // T * k
   int32_t top_k;
   int32_t num_experts;  // E, local
+  int32_t ctas;         // of the index: 1 or kIndexCluster
   Routing routing;
 };
 
-// Quantisation of bf16 x, done by the index kernel's other CTAs.
+// Quantisation of bf16 x, done by the index kernel's other CTAs, or of other rows (low regime).
 struct QuantiseParams {
   const void* x;  // [T, H] bf16; null: x came quantised
   int64_t x_stride;
@@ -57,6 +58,8 @@ struct GemmParams {
   int32_t units;           // 64-column units of I (gate-up) or 128-column units of H (down)
   int32_t out_columns;     // I or H
   int32_t weight_rows;     // weight rows of an expert: 2 I or H
+  int32_t experts;         // E, local
+  bool evict_first;        // weights leave L2 first
   int32_t top_k;
   float swiglu_limit;  // negative: none
 };
@@ -77,7 +80,7 @@ struct ReduceParams {
   int32_t top_k;
 };
 
-// The low regime's two kernels: everything of a call.
+// The low regime's gate-up and down kernels: everything of a call.
 struct LowParams {
   IndexParams index;     // `routing` is not used: both kernels find the index for themselves
   const uint8_t* x;      // [T, H] bf16 or e4m3
@@ -90,6 +93,8 @@ struct LowParams {
   const float* w2_scale;   // kBlock: [E, H / 128, I / b]; kTensor: [E]
   const float* act_scale;  // kTensor: [1]
   void* h;                 // [rows, I] bf16 (kBlock) or e4m3 (kTensor)
+  const void* h_quant;     // what the down kernel reads as e4m3: [rows, I]
+  const float* h_scale;    // its scales (kBlock): [rows, I / b]
   int32_t hidden;
   int32_t intermediate;
   float swiglu_limit;   // negative: none

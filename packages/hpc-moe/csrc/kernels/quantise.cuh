@@ -42,19 +42,20 @@ __device__ __forceinline__ uint16_t to_e4m3x2(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }
 
-// Quantises x: half a warp takes a group of 128 elements, 8 to a lane. Call it with whole warps; `group` differs
-// between the half-warps, both of a warp take part in every step.
-template <Quant kQuant>
+// Quantises rows: kGroup / 8 lanes take a group of kGroup elements, 8 to a lane. Call it with whole warps; `group` is
+// the one of the calling lanes, those of a warp are neighbours and take part in every step.
+template <Quant kQuant, int kGroup = 128>
 __device__ void quantise_rows(const QuantiseParams& q, int64_t group, int64_t step) {
-  const int lane = threadIdx.x % 16;
-  const int groups = q.hidden / 128;
+  constexpr int kLanes = kGroup / 8, kPerWarp = 32 / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  const int groups = q.hidden / kGroup;
   const int64_t total = static_cast<int64_t>(q.num_tokens) * groups;
   float inverse = kQuant == Quant::kTensor ? static_inverse(*q.x_scale) : 0.0f;
-  for (int64_t base = group & ~int64_t{1}; base < total; base += step) {
-    const int64_t g = base + (group & 1);
+  for (int64_t base = group / kPerWarp * kPerWarp; base < total; base += step) {
+    const int64_t g = base + group % kPerWarp;
     const bool live = g < total;
     const int64_t token = live ? g / groups : 0;
-    const int column = live ? static_cast<int>(g - token * groups) * 128 + lane * 8 : 0;
+    const int column = live ? static_cast<int>(g - token * groups) * kGroup + lane * 8 : 0;
     uint4 raw = make_uint4(0, 0, 0, 0);
     if (live) {
       raw = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(q.x) + token * q.x_stride + column);
@@ -69,7 +70,7 @@ __device__ void quantise_rows(const QuantiseParams& q, int64_t group, int64_t st
     }
     if constexpr (kQuant == Quant::kBlock) {
 #pragma unroll
-      for (int mask = 8; mask; mask /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, mask));
+      for (int mask = kLanes / 2; mask; mask /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, mask));
       const GroupScale scale = group_scale(amax);
       inverse = scale.inverse;
       if (live && lane == 0) q.x_quant_scale[g] = scale.scale;

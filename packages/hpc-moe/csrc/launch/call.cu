@@ -24,7 +24,7 @@ uint32_t stride16(const char* argument, int64_t bytes, int64_t rows) {
   return static_cast<uint32_t>(bytes / 16);
 }
 
-IndexParams index_params(const Call& c, int64_t begin, int64_t tokens, const Routing& routing) {
+IndexParams index_params(const Call& c, const Config& config, int64_t begin, int64_t tokens, const Routing& routing) {
   IndexParams p{};
   p.topk_ids = bytes_at(c.topk_ids, begin * c.id_token_stride * (c.ids_are_int64 ? 8 : 4));
   p.id_token_stride = c.id_token_stride;
@@ -33,8 +33,21 @@ IndexParams index_params(const Call& c, int64_t begin, int64_t tokens, const Rou
   p.num_pairs = static_cast<int32_t>(tokens * c.top_k);
   p.top_k = c.top_k;
   p.num_experts = c.num_local;
+  p.ctas = config.index_ctas;
   p.routing = routing;
   return p;
+}
+
+QuantiseParams quantise_x_params(const Call& c, const Config& config, const void* x, int64_t tokens) {
+  QuantiseParams q{};
+  q.x = x;
+  q.x_stride = c.x_stride;
+  q.x_quant = at<uint8_t>(c.workspace, config.layout.x_q);
+  q.x_quant_scale = at<float>(c.workspace, config.layout.x_scale);
+  q.x_scale = c.x_scale;
+  q.num_tokens = static_cast<int32_t>(tokens);
+  q.hidden = c.hidden;
+  return q;
 }
 
 ReduceParams reduce_params(const Call& c, int64_t begin, int64_t tokens, const void* y, const int32_t* slot_to_row) {
@@ -55,10 +68,12 @@ ReduceParams reduce_params(const Call& c, int64_t begin, int64_t tokens, const v
   return p;
 }
 
-// The low regime's two kernels; its calls are one chunk.
-void run_low(const Call& c, const Config& config, cudaStream_t stream) {
+// The low regime: gate-up and down, each after a step that quantises what it reads where that is bf16 and not very few
+// rows. Its calls are one chunk.
+void run_low(const Call& c, const Config& config, int num_sms, cudaStream_t stream) {
+  const Layout& l = config.layout;
   LowParams p{};
-  p.index = index_params(c, 0, c.tokens, {});
+  p.index = index_params(c, config, 0, c.tokens, {});
   p.x = static_cast<const uint8_t*>(c.x);
   p.x_stride = c.x_stride * (c.x_is_bf16 ? 2 : 1);
   p.x_scale = c.x_scale;
@@ -69,13 +84,38 @@ void run_low(const Call& c, const Config& config, cudaStream_t stream) {
   p.w13_scale = c.w13_scale;
   p.w2_scale = c.w2_scale;
   p.act_scale = c.act_scale;
-  p.h = at<uint8_t>(c.workspace, config.layout.h);
+  p.h = at<uint8_t>(c.workspace, l.h);
+  p.h_quant = p.h;
+  p.h_scale = at<float>(c.workspace, l.h_scale);
   p.hidden = c.hidden;
   p.intermediate = c.intermediate;
   p.swiglu_limit = c.swiglu_limit;
   p.reduce = reduce_params(c, 0, c.tokens, nullptr, nullptr);
-  launch_low_up(c.quant, c.x_is_bf16, c.ids_are_int64, p, config.up_grid, stream);
-  launch_low_down(c.quant, c.ids_are_int64, p, config.down_columns, stream);
+  if (config.x_in_workspace) {
+    const QuantiseParams q = quantise_x_params(c, config, c.x, c.tokens);
+    launch_low_quantise_x(c.quant, q, num_sms, stream);
+    p.x = static_cast<const uint8_t*>(q.x_quant);
+    p.x_stride = c.hidden;
+    if (c.quant == Quant::kBlock) {
+      p.x_scale = q.x_quant_scale;
+      p.x_scale_stride = c.hidden / 128;
+      p.x_scale_step = 1;
+    }
+  }
+  launch_low_up(c.quant, c.x_is_bf16 && !config.x_in_workspace, c.ids_are_int64, p, config.up_grid, stream);
+  if (config.h_quantised) {
+    QuantiseParams q{};
+    q.x = p.h;
+    q.x_stride = c.intermediate;
+    q.x_quant = at<uint8_t>(c.workspace, l.h_q);
+    q.x_quant_scale = at<float>(c.workspace, l.h_scale);
+    q.num_tokens = static_cast<int32_t>(config.chunk_rows);
+    q.hidden = c.intermediate;
+    launch_low_quantise_h(q, config.act_group, num_sms, stream);
+    p.h_quant = q.x_quant;
+  }
+  const bool bf16_h = config.h_is_bf16 && !config.h_quantised;
+  launch_low_down(c.quant, bf16_h, c.ids_are_int64, p, config.down_columns, stream);
 }
 
 // The four kernels of tokens [begin, begin + tokens).
@@ -95,17 +135,8 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
 
   const int x_element = c.x_is_bf16 ? 2 : 1;
   const uint8_t* x = bytes_at(c.x, begin * c.x_stride * x_element);
-  const IndexParams index = index_params(c, begin, tokens, routing);
-  QuantiseParams q{};
-  if (quantise) {
-    q.x = x;
-    q.x_stride = c.x_stride;
-    q.x_quant = at<uint8_t>(c.workspace, l.x_q);
-    q.x_quant_scale = at<float>(c.workspace, l.x_scale);
-    q.x_scale = c.x_scale;
-    q.num_tokens = static_cast<int32_t>(tokens);
-    q.hidden = c.hidden;
-  }
+  const IndexParams index = index_params(c, config, begin, tokens, routing);
+  const QuantiseParams q = quantise ? quantise_x_params(c, config, x, tokens) : QuantiseParams{};
   launch_index(c.quant, index, q, config.rule, c.ids_are_int64, num_sms, stream);
 
   const int scale_block = config.act_group;
@@ -124,6 +155,8 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   } else {
     up.b_scale = c.x_scale;
   }
+  up.experts = c.num_local;
+  up.evict_first = config.regime == Regime::kMid;
   up.w_scale = c.w13_scale;
   up.w_scale_rows = 2 * c.intermediate / scale_block;
   up.w_scale_cols = c.hidden / 128;
@@ -147,6 +180,8 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
     down.b_scale_stride = c.intermediate / scale_block;
     down.b_scale_step = 1;
   }
+  down.experts = c.num_local;
+  down.evict_first = up.evict_first;
   down.w_scale = c.w2_scale;
   down.w_scale_rows = c.hidden / 128;
   down.w_scale_cols = c.intermediate / scale_block;
@@ -166,7 +201,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
 
 void run(const Call& c, const Config& config, int num_sms, cudaStream_t stream) {
   if (config.regime == Regime::kLow) {
-    if (c.tokens > 0) run_low(c, config, stream);
+    if (c.tokens > 0) run_low(c, config, num_sms, stream);
     return;
   }
   const int element = c.quant == Quant::kNone ? 2 : 1;

@@ -14,11 +14,15 @@ void launch_index(Quant quant, const IndexParams& p, const QuantiseParams& q, gr
   config.smem_bytes = index_smem_bytes(p.num_experts);
   config.stream = stream;
   if (q.x == nullptr) quant = Quant::kNone;
+  config.cluster = p.ctas;
+  int64_t ctas = p.ctas;
   if (quant != Quant::kNone) {
     const int64_t groups = static_cast<int64_t>(q.num_tokens) * (q.hidden / 128);
     const int64_t per_cta = kIndexThreads / 16;
-    config.grid.x = static_cast<unsigned>(1 + std::min<int64_t>((groups + per_cta - 1) / per_cta, num_sms - 1));
+    ctas += std::min<int64_t>((groups + per_cta - 1) / per_cta, std::max(num_sms - p.ctas, 1));
+    ctas = (ctas + p.ctas - 1) / p.ctas * p.ctas;  // whole clusters
   }
+  config.grid.x = static_cast<unsigned>(ctas);
   const auto run = [&](auto* kernel) {
     // Here, not by launch(): with the kernel's static arrays the default limit is passed before 48 KB.
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.smem_bytes),
