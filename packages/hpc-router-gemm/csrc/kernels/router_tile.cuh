@@ -40,9 +40,9 @@ struct TileShape {
   // With several consumers the producers are a whole warpgroup, so that it can give its registers away.
   static constexpr int kProducers = kConsumers == 1 ? 2 : 4;  // warps
   static constexpr int kThreads = 128 * kConsumers + 32 * kProducers;
-  static constexpr int kMinCtas = kConsumers == 1 ? 2 : 1;                                                  // of an SM
+  static constexpr int kMinCtas = kConsumers == 1 ? 2 : 1;                            // of an SM
   static constexpr int kWindow = NT > 160 || (kConsumers == 1 && NT >= (kTerms == 3 ? 104 : 128)) ? 1 : 2;  // k16 steps
-  static constexpr int kPromote = kTerms == 2 ? 8 : 4;                                                      // k16 steps
+  static constexpr int kPromote = kTerms == 2 ? 8 : 4;                                // k16 steps
   static constexpr int kGroup = kTerms == 3 ? 4 : kWindow;  // k16 steps whose smaller terms come before their first
   static constexpr int kBlockK = tile_block_k(WK);          // 8 k16 steps for each consumer
   static constexpr int kBlockStages = kBlockK / kTileStageK;
@@ -124,27 +124,17 @@ __device__ __forceinline__ void produce_tiles(const TileParams& p, int warp, con
                 k0 + i * kTileStageK, token0);
   };
 
-  // Weights requested before the tokens of the first stage: all where the call starts under its predecessor; else few,
-  // or the first tokens would queue behind them.
-  constexpr int kAhead = Shape::kConsumers == 1 ? kTileMaxStages : 2;
   const int early = min(p.stages, total);
-  const int ahead = min(early, kAhead);
   if (!p.prefetch) pdl_wait();
 #pragma unroll 1
-  for (int i = warp; i < ahead; i += kProducers) {
+  for (int i = warp; i < early; i += kProducers) {
     mbarrier_arrive_expect_tx(memory.full + i * 8, Shape::kStageBytes);
     load_weight(i, i);
   }
   if (p.prefetch) pdl_wait();
   pdl_trigger();
 #pragma unroll 1
-  for (int i = warp; i < early; i += kProducers) {
-    if (i >= ahead) {
-      mbarrier_arrive_expect_tx(memory.full + i * 8, Shape::kStageBytes);
-      load_weight(i, i);
-    }
-    load_x(i, i);
-  }
+  for (int i = warp; i < early; i += kProducers) load_x(i, i);
   // A slot is always refilled by the same thread: waiting by parity, it must not miss a phase of it.
   uint32_t phase = 0;
 #pragma unroll 1
@@ -179,9 +169,9 @@ __device__ __forceinline__ void load_fragment(uint32_t weights, uint32_t lane_of
   }
 }
 
-// The products of consumer (wm, wk), in sum[].
-template <int WM, int WK, int NT, Weight kWeight, int wk>
-__device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, const TileMemory& memory,
+// A consumer warpgroup's part of the products, in sum[].
+template <int WM, int WK, int NT, Weight kWeight>
+__device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int wk, const TileMemory& memory,
                                                float (&sum)[NT / 2]) {
   using Shape = TileShape<WM, WK, NT, kWeight>;
   constexpr int kTerms = Shape::kTerms;
@@ -383,11 +373,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kWeight>::kThreads, Tile
   pdl_wait();
   pdl_trigger();
   float sum[NT / 2];
-  if (WK == 1 || group / WM == 0) {
-    multiply_tiles<WM, WK, NT, kWeight, 0>(p, group % WM, memory, sum);
-  } else {
-    multiply_tiles<WM, WK, NT, kWeight, WK - 1>(p, group % WM, memory, sum);
-  }
+  multiply_tiles<WM, WK, NT, kWeight>(p, group % WM, group / WM, memory, sum);
 
   int tid;  // anew: no register holds it during the products
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
