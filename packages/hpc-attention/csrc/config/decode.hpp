@@ -39,7 +39,7 @@ constexpr int kDecodeLeastSmem = 116 * 1024;
 
 // Warps of a CTA: many, each with few slices, where the registers of a thread suffice.
 constexpr int decode_warps(int head_dim, int row_tiles) {
-  return head_dim <= 128 && row_tiles == 1 ? 16 : 8;
+  return 8;
 }
 
 // Registers of a thread: with 16 warps as many as leave a CTA of the combine kernel its place on the SM.
