@@ -8,7 +8,7 @@ import pytest
 import torch
 from hpc_common import grouped
 from hpc_common.poison import Canary
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 CaseMaker = Callable[..., Any]
@@ -139,7 +139,15 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+LAYER = {
+    "num_tokens": 0, "top_k": 8, "num_local_experts": 64, "num_experts": 64, "hidden": 1024, "intermediate": 2048,
+    "quant": "block", "x_is_bf16": True, "batch_invariant": False,
+}  # fmt: skip
+
+
 @given(problems(), st.integers(0, 262144))
+@example({**LAYER, "num_tokens": 66}, 64)  # just past the low regime, which needs more
+@example({**LAYER, "num_tokens": 32769}, 32768)  # two chunks need less than the largest single one
 def test_the_workspace_query_covers_every_smaller_call(problem: dict[str, Any], tokens: int) -> None:
     largest = hpc_moe._C.max_workspace_bytes(**problem)
     low = min(1024, 8 * problem["num_experts"]) // problem["top_k"]
@@ -151,6 +159,8 @@ def test_the_workspace_query_covers_every_smaller_call(problem: dict[str, Any], 
 
 
 @given(problems(), st.integers(0, 264))
+@example({**LAYER, "num_tokens": 32769}, 132)
+@example({**LAYER, "num_tokens": 65537}, 132)
 def test_config_sizes_hold_together(problem: dict[str, Any], num_sms: int) -> None:
     config = hpc_moe._C.make_config(**problem, num_sms=num_sms)
     tokens, experts = problem["num_tokens"], problem["num_local_experts"]
