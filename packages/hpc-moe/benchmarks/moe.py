@@ -1,18 +1,22 @@
 """Times of ``fused_moe`` on a Hopper GPU: the rows ``moe-block``, ``moe-tensor`` and ``moe-bf16``.
 
-    python packages/hpc-moe/benchmarks/moe.py --json results.json [--op moe-block] [--case tp8]
+    python packages/hpc-moe/benchmarks/moe.py --json results.json [--op moe-block] [--case tp8] [--peers]
 
 A row's name is the model's shape and the tokens of the call: ``hy3-tp8 m=16``. Activations come as e4m3 (``moe-bf16``:
 bf16), ids are uniform over the experts without repetition in a token. Each buffer set is one layer's ids and
-activations; the weights (450 MB and more, against 60 MB of L2) are the same in all of them.
+activations; the weights (450 MB and more, against 60 MB of L2) are the same in all of them. --peers times torch's
+grouped GEMMs and SGLang beside ours, in the same rounds, where they are installed.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import hpc_moe
+import peers
 import torch
+from hpc_common.metrics import error
 from hpc_common.timing import Candidate, Row, measure, results, write_results
 
 TOP_K = 8
@@ -98,18 +102,7 @@ def calls(
         device=device,
     )
     made = []
-    for _ in range(4 if tokens <= 256 else 2):
-        x = torch.randn(tokens, shape.hidden, device=device)
-        ids = torch.rand(tokens, shape.drawn, device=device).topk(TOP_K, dim=1).indices.to(torch.int32)
-        topk_weights = torch.rand(tokens, TOP_K, device=device)
-        scales: hpc_moe.Fp8Block | hpc_moe.Fp8Tensor | None = None
-        one = torch.full((1,), 1 / 64, device=device)
-        if quant == "block":
-            row_scale = torch.full((tokens, shape.hidden // 128), 1 / 64, device=device)
-            scales = hpc_moe.Fp8Block(weights.w13_scale, weights.w2_scale, None if bf16 else row_scale)
-        elif quant == "tensor":
-            scales = hpc_moe.Fp8Tensor(weights.w13_scale, weights.w2_scale, one, one)
-        x = x.to(torch.bfloat16) if bf16 else (x * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
+    for x, ids, topk_weights, scales in buffer_sets(shape, tokens, quant, weights, device, bf16):
         out = torch.empty(tokens, shape.hidden, dtype=torch.bfloat16, device=device)
 
         def call(x=x, ids=ids, topk_weights=topk_weights, scales=scales, out=out) -> torch.Tensor:
@@ -130,10 +123,59 @@ def calls(
     return made
 
 
+def buffer_sets(
+    shape: Shape, tokens: int, quant: str, weights: Weights, device: str, bf16: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]]:
+    """x, topk_ids, topk_weights and quant of each layer of a row; the same numbers whenever it is called."""
+    generator = torch.Generator(device).manual_seed(tokens)
+    for _ in range(4 if tokens <= 256 else 2):
+        x = torch.randn(tokens, shape.hidden, device=device, generator=generator)
+        ids = torch.rand(tokens, shape.drawn, device=device, generator=generator).topk(TOP_K, dim=1).indices
+        topk_weights = torch.rand(tokens, TOP_K, device=device, generator=generator)
+        scales: hpc_moe.Fp8Block | hpc_moe.Fp8Tensor | None = None
+        one = torch.full((1,), 1 / 64, device=device)
+        if quant == "block":
+            row_scale = torch.full((tokens, shape.hidden // 128), 1 / 64, device=device)
+            scales = hpc_moe.Fp8Block(weights.w13_scale, weights.w2_scale, None if bf16 else row_scale)
+        elif quant == "tensor":
+            scales = hpc_moe.Fp8Tensor(weights.w13_scale, weights.w2_scale, one, one)
+        x = x.to(torch.bfloat16) if bf16 else (x * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
+        yield x, ids.to(torch.int32), topk_weights, scales
+
+
+def peer_candidates(
+    op: str, case: str, shape: Shape, tokens: int, quant: str, weights: Weights, device: str
+) -> list[Candidate]:
+    """Peers of a row that are installed and agree with ours; prints why the others are not there."""
+    found, missing = peers.find(op, shape.intermediate, shape.all_experts == shape.experts)
+    for reason in missing:
+        print(f"  {case}: {reason}", flush=True)
+    candidates = []
+    for name, (peer, wants_bf16) in found.items():
+        bf16 = quant == "none" or wants_bf16
+        sets = list(buffer_sets(shape, tokens, quant, weights, device, bf16))
+        made = [lambda s=s, peer=peer: peer(s[0], weights.w13, weights.w2, *s[1:]) for s in sets]
+        ours = calls(shape, tokens, quant, weights, device, torch.bfloat16 if bf16 else None)[0]()
+        try:
+            apart = error(made[0](), ours.double().cpu()).relative_rms
+        except (RuntimeError, TypeError, NotImplementedError, ValueError) as problem:
+            print(f"  {case}: {name}: {type(problem).__name__}: {problem}"[:150], flush=True)
+            continue
+        if apart > 0.05:
+            print(f"  {case}: {name}: {apart:.3f} from ours, not timed", flush=True)
+            continue
+        candidates.append(Candidate(op, case, name, made))
+    return candidates
+
+
 def run(
-    ops: tuple[str, ...], match: str = "", device: str = "cuda", before: Callable[[str], None] = lambda name: None
+    ops: tuple[str, ...],
+    match: str = "",
+    device: str = "cuda",
+    before: Callable[[str], None] = lambda name: None,
+    with_peers: bool = False,
 ) -> list[Row]:
-    """Rows of ``ops`` whose case contains ``match``; ``before`` is called with each row's name."""
+    """Rows of ``ops`` whose case contains ``match``, printed as they come; ``before`` gets each row's name first."""
     rows = []
     for op in ops:
         quant = {"moe-block": "block", "moe-tensor": "tensor", "moe-bf16": "none"}[op]
@@ -145,7 +187,11 @@ def run(
             for tokens in cases:
                 name = f"{shape.name} m={tokens}"
                 before(f"{op} {name}")
-                rows += measure([Candidate(op, name, "ours", calls(shape, tokens, quant, weights, device))])
+                beside = [Candidate(op, name, "ours", calls(shape, tokens, quant, weights, device))]
+                if with_peers:
+                    beside += peer_candidates(op, name, shape, tokens, quant, weights, device)
+                rows += (latest := measure(beside))
+                print(f"{op:11s} {name:23s} " + "  ".join(f"{row.provider} {row.us:.1f}" for row in latest), flush=True)
             del weights
     return rows
 
@@ -180,10 +226,9 @@ def main() -> None:
     parser.add_argument("--json", help="write results here")
     parser.add_argument("--op", default="moe-tensor,moe-block", help="comma-separated: moe-tensor, moe-block, moe-bf16")
     parser.add_argument("--case", default="", help="only cases that contain this")
+    parser.add_argument("--peers", action="store_true", help="other implementations too")
     args = parser.parse_args()
-    rows = run(tuple(args.op.split(",")), args.case)
-    for row in rows:
-        print(f"{row.op:12s} {row.case:24s} {row.us:9.1f} us")
+    rows = run(tuple(args.op.split(",")), args.case, with_peers=args.peers)
     if args.json:
         write_results(args.json, results(rows, hpc_moe._C.build_info()))
 

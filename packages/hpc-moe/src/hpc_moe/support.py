@@ -5,13 +5,13 @@ from hpc_common.capability import Support, capability, require
 from hpc_common.capability import why_not as _why_not
 from hpc_common.checks import fail
 
-# The row's author sets cuda=True when its kernel exists; value tests then also run on the GPU.
+# Value tests run on every device that a row names.
 SUPPORT = (
-    Support("fused_moe", "block FP8, bf16 x", note="no GPU kernel yet; CPU tensors run"),
-    Support("fused_moe", "block FP8, e4m3 x", note="no GPU kernel yet; CPU tensors run"),
-    Support("fused_moe", "per-tensor FP8, bf16 x", note="no GPU kernel yet; CPU tensors run"),
-    Support("fused_moe", "per-tensor FP8, e4m3 x", note="no GPU kernel yet; CPU tensors run"),
-    Support("fused_moe", "bf16 weights", note="no GPU kernel yet; CPU tensors run"),
+    Support("fused_moe", "block FP8, bf16 x", cuda=True),
+    Support("fused_moe", "block FP8, e4m3 x", cuda=True),
+    Support("fused_moe", "per-tensor FP8, bf16 x", cuda=True),
+    Support("fused_moe", "per-tensor FP8, e4m3 x", cuda=True),
+    Support("fused_moe", "bf16 weights", cuda=True),
 )
 
 _WHERE = "hpc_moe.is_supported"
