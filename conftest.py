@@ -1,4 +1,4 @@
-"""What every test of the workspace shares: GPU tests skip, in one line, where there is no Hopper GPU; hypothesis profiles.
+"""What every test of the workspace shares: GPU tests that skip, in one line, without a Hopper GPU; hypothesis profiles.
 
 Profiles: ``dev`` (25 examples, the default), ``ci`` (200), ``nightly`` (5,000); choose with HYPOTHESIS_PROFILE.
 """
@@ -8,9 +8,8 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-
 from hpc_common.capability import capability
+from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["hpc_common.testing"]
 

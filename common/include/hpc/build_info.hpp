@@ -7,8 +7,8 @@
 
 namespace hpc {
 
-// Adds `build_info() -> dict` with the commit ("-dirty" behind it where sources differed), the C++ compiler, and the CUDA
-// version ("" where the extension has no device code).
+// Adds `build_info() -> dict` with the commit ("-dirty" behind it where sources differed), the C++ compiler, and the
+// CUDA version ("" where the extension has no device code).
 inline void bind_build_info(nanobind::module_& module) {
   module.def("build_info", [] {
     nanobind::dict info;

@@ -1,5 +1,5 @@
-// The device of a call: a guard that makes it current, and its properties, cached per device (a machine may hold GPUs of
-// several kinds). Every CUDA error becomes a std::runtime_error with CUDA's own text.
+// The device of a call: a guard that makes it current, and its properties, cached per device (a machine may hold GPUs
+// of several kinds). Every CUDA error becomes a std::runtime_error with CUDA's own text.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-// One way to launch a kernel: attributes (programmatic dependent launch, cluster), shared memory opt-in, and every error
-// read. HPC_PDL=0 in the environment launches everything without PDL.
+// One way to launch a kernel: attributes (programmatic dependent launch, cluster), shared memory opt-in, and every
+// error read. HPC_PDL=0 in the environment launches everything without PDL.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -2,17 +2,22 @@
 //  1. Every CTA calls pdl_wait() before it exits, empty ones too: the end of a kernel then implies the end of its
 //     predecessor.
 //  2. pdl_trigger() comes after pdl_wait(): a kernel that starts early finds everything older than its direct
-//     predecessor complete and visible.
-//  3. Before pdl_wait() only constants are read (weights, the plan of this step, page ids of earlier tokens), and nothing
+//     predecessor complete and visible. (The combine kernel of decode goes earlier; its file says why that is safe.)
+//  3. Before pdl_wait() only constants are read (weights, the plan of this step, page ids of earlier tokens), and
+//  nothing
 //     is written to global memory: the previous call may still use the workspace.
 #pragma once
 
 namespace hpc {
 
 // Returns when the predecessor in the stream has ended and its writes are visible. Without PDL it returns at once.
-__device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void pdl_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 // Lets the successor in the stream start when every CTA of this kernel has called it or exited.
-__device__ __forceinline__ void pdl_trigger() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void pdl_trigger() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 }  // namespace hpc

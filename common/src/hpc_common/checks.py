@@ -2,7 +2,7 @@
 
 A message names operator, argument, what was expected and what came:
 ``hpc_attention.decode: k_cache: expected page_size in (1, 16), got 48 (shape [10, 48, 8, 128])``.
-Only metadata is read (dtype, shape, stride, device), so the checks also run under ``torch.compile`` and on fake tensors.
+Only metadata is read (dtype, shape, stride, device), so checks also run under ``torch.compile`` and on fake tensors.
 """
 
 from collections.abc import Iterable, Sequence

@@ -34,8 +34,8 @@ def quantise_blocks(values: torch.Tensor, group: int) -> tuple[torch.Tensor, tor
     groups = values.float().view(rows, columns // group, group)
     amax = groups.abs().amax(2)
     zero = amax < MIN_AMAX
-    # Tensor by tensor: with a number torch multiplies by a rounded reciprocal (on some devices), one ulp off a quotient,
-    # and a value halfway between two codes then goes the other way.
+    # Tensor by tensor: with a number torch multiplies by a rounded reciprocal (on some devices), one ulp off a
+    # quotient, and a value halfway between two codes then goes the other way.
     largest = torch.full_like(amax, E4M3_MAX)
     scale = torch.where(zero, 0.0, amax / largest)
     inverse = torch.where(zero, 0.0, largest / amax)

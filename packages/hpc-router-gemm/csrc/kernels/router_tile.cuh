@@ -40,9 +40,9 @@ struct TileShape {
   // With several consumers the producers are a whole warpgroup, so that it can give its registers away.
   static constexpr int kProducers = kConsumers == 1 ? 2 : 4;  // warps
   static constexpr int kThreads = 128 * kConsumers + 32 * kProducers;
-  static constexpr int kMinCtas = kConsumers == 1 ? 2 : 1;                            // of an SM
+  static constexpr int kMinCtas = kConsumers == 1 ? 2 : 1;                                                  // of an SM
   static constexpr int kWindow = NT > 160 || (kConsumers == 1 && NT >= (kTerms == 3 ? 104 : 128)) ? 1 : 2;  // k16 steps
-  static constexpr int kPromote = kTerms == 2 ? 8 : 4;                                // k16 steps
+  static constexpr int kPromote = kTerms == 2 ? 8 : 4;                                                      // k16 steps
   static constexpr int kGroup = kTerms == 3 ? 4 : kWindow;  // k16 steps whose smaller terms come before their first
   static constexpr int kBlockK = tile_block_k(WK);          // 8 k16 steps for each consumer
   static constexpr int kBlockStages = kBlockK / kTileStageK;
