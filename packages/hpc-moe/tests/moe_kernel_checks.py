@@ -77,6 +77,8 @@ def halves(case: Any, config: Any) -> None:
         tokens, slots = (ids == rank * experts + expert).nonzero(as_tuple=True)
         mine = slice(begin, begin + len(tokens))
         begin += len(tokens)
+        if not len(tokens):
+            continue
         first = reference.dequantise_weight(case.w13[expert].cpu(), scales["w13_scale"][expert])
         gate, up = (wide[tokens] @ first.T).chunk(2, 1)
         # 132 truncations of at most 2^-13 of the largest product in each sum of 128, in rms 2^-10.3 of it: five such.
