@@ -53,7 +53,7 @@ class Weights:
     w2_scale: torch.Tensor | None
 
 
-def _random_e4m3(shape: tuple[int, ...], device: str) -> torch.Tensor:
+def random_e4m3(shape: tuple[int, ...], device: str) -> torch.Tensor:
     """Random finite e4m3 codes, made in slices so that no wide copy of a large tensor exists."""
     out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
     for part in out:
@@ -68,7 +68,7 @@ def make_weights(shape: Shape, quant: str, device: str) -> Weights:
         w13 = torch.randn(e, 2 * i, h, dtype=torch.bfloat16, device=device) / h**0.5
         w2 = torch.randn(e, h, i, dtype=torch.bfloat16, device=device) / i**0.5
         return Weights(w13, w2, None, None)
-    w13, w2 = _random_e4m3((e, 2 * i, h), device), _random_e4m3((e, h, i), device)
+    w13, w2 = random_e4m3((e, 2 * i, h), device), random_e4m3((e, h, i), device)
     if quant == "tensor":
         scale = torch.full((e,), 2.0**-11, device=device)
         return Weights(w13, w2, scale, scale.clone())
