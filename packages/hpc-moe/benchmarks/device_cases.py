@@ -1,6 +1,7 @@
 """The cases of device_check.py: shapes, their random inputs, the call, and what float64 expects of it."""
 
 import dataclasses
+import types
 
 import hpc_moe
 import torch
@@ -166,13 +167,23 @@ def expected(case: Case, c: Inputs) -> torch.Tensor:
     return total if c.shared is None else total + c.shared.double()
 
 
+def quant_of(case: Case, c: Inputs) -> hpc_moe.Fp8Block | hpc_moe.Fp8Tensor | None:
+    """The case's scales as the operator takes them."""
+    if case.quant == "block":
+        return hpc_moe.Fp8Block(c.w13_scale, c.w2_scale, c.x_scale)
+    return hpc_moe.Fp8Tensor(c.w13_scale, c.w2_scale, c.x_scale, c.act_scale) if case.quant == "tensor" else None
+
+
+def as_call(case: Case, c: Inputs) -> types.SimpleNamespace:
+    """The case as tests/moe_kernel_checks.py takes it."""
+    options = {"swiglu_limit": case.limit, "ep_rank": case.rank, "shared_output": c.shared}
+    options["routed_scaling_factor"] = case.factor
+    tensors = {"x": c.x, "w13": c.w13, "w2": c.w2, "topk_ids": c.ids, "topk_weights": c.weights}
+    return types.SimpleNamespace(**tensors, quant=quant_of(case, c), options=options)
+
+
 def call(case: Case, c: Inputs, workspace: torch.Tensor) -> torch.Tensor:
     """The operator, into an output full of NaN and with a workspace full of 0xFF."""
-    quant = None
-    if case.quant == "block":
-        quant = hpc_moe.Fp8Block(c.w13_scale, c.w2_scale, c.x_scale)
-    elif case.quant == "tensor":
-        quant = hpc_moe.Fp8Tensor(c.w13_scale, c.w2_scale, c.x_scale, c.act_scale)
     workspace.fill_(255)
     out = torch.full(c.x.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
     return hpc_moe.fused_moe(
@@ -181,7 +192,7 @@ def call(case: Case, c: Inputs, workspace: torch.Tensor) -> torch.Tensor:
         c.w2,
         c.ids,
         c.weights,
-        quant,
+        quant_of(case, c),
         ep_rank=case.rank,
         num_experts=case.experts * case.ep,
         swiglu_limit=case.limit,

@@ -19,13 +19,14 @@ import traceback
 
 import moe as bench
 import torch
-from device_cases import DEVICE, Case, Inputs, call, expected, grid, make
+from device_cases import DEVICE, Case, Inputs, as_call, call, expected, grid, make
 from hpc_common.capability import capability
-from hpc_common.reference import moe as reference
 from hpc_moe import _C, support
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests"))
+import moe_kernel_checks  # noqa: E402
+
 LIMIT, LIMIT_TOKEN = 0.006, 0.02  # relative RMS over the output, and in any token
-LIMIT_DOWN = 0.004  # relative RMS over the output, of the second GEMM and the reduction alone
 support.SUPPORT = tuple(dataclasses.replace(row, cuda=True) for row in support.SUPPORT)
 
 
@@ -76,83 +77,6 @@ def check_index(case: Case, c: Inputs, config: "_C.Config", workspace: torch.Ten
     return "" if torch.equal(view(layout.row_to_slot, pairs)[:live], order[:live]) else "row_to_slot differs"
 
 
-def check_halves(case: Case, c: Inputs, config: "_C.Config", workspace: torch.Tensor, out: torch.Tensor) -> str:
-    """The call in two halves, by the activation h that the kernels left in the workspace; "" where both are right.
-
-    The tensor core adds e4m3 products in about 14 bits, so an activation may round to the neighbouring e4m3 value, and
-    with few activations in a sum one such step is a few percent of a token (DESIGN.md, "Accuracy"). So: h must be the
-    exact activation within half a step of e4m3 and what the sums may be off; and the output must be the second GEMM of
-    that h with no such allowance.
-    """
-    block = 128 if case.inter % 128 == 0 else 64
-    rows = case.tokens * case.k
-    wide = reference._input(c.x, case.quant, c.x_scale)
-    low = config.regime == "low"
-
-    def view(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        count = torch.Size(shape).numel() * dtype.itemsize
-        return workspace[offset : offset + count].view(dtype).view(shape)
-
-    h = view(config.layout.h, (rows, case.inter), torch.bfloat16 if config.h_is_bf16 else torch.float8_e4m3fn).double()
-    own = None
-    if case.quant == "tensor":
-        own = c.act_scale.double().expand(rows, case.inter)
-    elif not config.h_is_bf16:
-        own = view(config.layout.h_scale, (rows, case.inter // block), torch.float32).double()
-        own = own.repeat_interleave(block, 1)
-    if own is not None:
-        h = h * own
-    total = torch.zeros(c.x.shape, dtype=torch.float64, device=DEVICE)
-    begin, worst = 0, 0.0
-    local = torch.where((c.ids >= case.rank * case.experts) & (c.ids < (case.rank + 1) * case.experts), c.ids, -1)
-    for expert in range(case.experts):
-        tokens, slots = (local == case.rank * case.experts + expert).nonzero(as_tuple=True)
-        if not len(tokens):
-            continue
-        mine = slice(begin, begin + len(tokens))
-        begin += len(tokens)
-        weight = reference.dequantise_weight(c.w13[expert], c.w13_scale[expert])
-        gate, up = (wide[tokens] @ weight.T).chunk(2, 1)
-        # What the sums may be off: a share of the root of the sum of squared products.
-        share = 2.0**-16 if low else 2.0**-8
-        off = (wide[tokens].square().float() @ weight.square().float().T).sqrt().double() * share
-        off_gate, off_up = off.chunk(2, 1)
-        act = reference.activation(gate, up, case.limit)
-        if case.limit is not None:
-            up = up.clamp(-case.limit, case.limit)
-        off = 1.1 * (up.abs() + off_up) * off_gate + (gate * torch.sigmoid(gate)).abs() * off_up
-        if own is None:
-            allowed = act.abs() * 2.0**-8 + off
-        else:
-            scale = own[mine]
-            if case.quant == "block":  # each group's own scale, against its largest magnitude
-                amax = act.abs().view(len(tokens), -1, block).amax(2).repeat_interleave(block, 1)
-                if not (
-                    (scale * 448 - amax).abs()
-                    <= amax * 1.01 * 2.0**-8 + off.view(len(tokens), -1, block).amax(2).repeat_interleave(block, 1)
-                ).all():
-                    return f"scale of h, expert {expert}"
-            act = torch.minimum(torch.maximum(act, -448 * scale), 448 * scale)
-            steps = ((act.abs() * (1 + 2.0**-7) + off) / scale.clamp_min(1e-300)).clamp_min(2.0**-6)
-            allowed = scale * torch.exp2(torch.floor(torch.log2(steps)) - 4) + act.abs() * 2.0**-8 + off
-        ratio = ((h[mine] - act).abs() / allowed.clamp_min(1e-300)).nan_to_num(torch.inf)
-        worst = max(worst, float(ratio.max()))
-        if worst > 1.0 + 1e-6:
-            at = divmod(int(ratio.argmax()), case.inter)
-            return f"h, expert {expert}, row {at[0]}, column {at[1]}: {worst:.2f} of what is allowed"
-        second = h[mine]
-        if config.h_is_bf16:
-            second = reference._between(second, case.quant, c.act_scale)
-        second = second @ reference.dequantise_weight(c.w2[expert], c.w2_scale[expert]).T
-        total.index_add_(0, tokens, second * c.weights[tokens, slots].double()[:, None])
-    total *= case.factor
-    if c.shared is not None:
-        total += c.shared.double()
-    rms, token, _ = errors(out, total)
-    ok = rms <= LIMIT_DOWN and token <= LIMIT_TOKEN
-    return "" if ok else f"second half: rms {rms:.5f}, worst token {token:.5f}"
-
-
 def errors(out: torch.Tensor, want: torch.Tensor) -> tuple[float, float, float]:
     """Relative RMS error over the output, the worst token's, and the share of tokens above the limit for one."""
     difference = out.double() - want
@@ -175,7 +99,7 @@ def check(case: Case) -> tuple[float, float, str]:
     rms, worst, above = errors(out, expected(case, c))
     halves = case.quant != "none" and config.num_chunks == 1
     if halves:
-        wrong = wrong or check_halves(case, c, config, workspace, out)
+        wrong = wrong or moe_kernel_checks.halves(as_call(case, c), config, out, workspace, DEVICE)
     if case.quant == "none" or low:  # fp32 sums: no activation rounds the other way
         exact = rms <= LIMIT and worst <= LIMIT_TOKEN
         wrong = wrong or ("" if exact else f"error, {above:.4f} of the tokens off")

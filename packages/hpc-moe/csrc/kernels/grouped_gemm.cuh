@@ -42,6 +42,14 @@ constexpr int kGemmThreads = kConsumers + kProducers;
 constexpr int kOutRow = 64 + 16;  // bytes of a staged output row (64 e4m3), padded against conflicts
 constexpr uint32_t kNoRow = ~0u;
 
+// A task as grouped_ahead.cuh keeps it: token tile, and `active` (1 or 2) units from `unit` on.
+struct TurnTask {
+  int32_t row;
+  uint16_t expert, unit;
+  uint8_t rows, width, active, unused;
+};
+constexpr int kTurns = 8;
+
 struct GemmSmem {
   alignas(1024) uint8_t stage[kStages][kStageBytes];
   alignas(16) float scale[kStages][kScaleFloats];
@@ -50,6 +58,8 @@ struct GemmSmem {
   float inverse[2][kMaxWidth];                      // gate-up: one a warpgroup
   alignas(8) uint64_t full[kStages];
   uint64_t empty[kStages];
+  TurnTask turns[2][kTurns];  // grouped_ahead.cuh: tasks of a warpgroup's next turns
+  uint16_t token[kMaxWidth];  // grouped_ahead.cuh, gate-up: tokens of the producers' tile
 };
 constexpr int kGemmSmemBytes = sizeof(GemmSmem) + 1024;  // the start is aligned by hand
 static_assert(kGemmSmemBytes <= 232448, "227 KB a CTA");
@@ -317,10 +327,40 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, GemmSmem& s, 
   }
 }
 
-// The kernel's frame: barriers, roles, and the width switch. `Epilogue::run<N>(p, s, task, unit, parity, acc)` stores a
-// unit of a task; it is called by whole warpgroups.
-template <Gemm kGemm, Quant kQuant, bool kHalf, class Epilogue>
-__device__ __forceinline__ void run_gemm(const CUtensorMap* map, const GemmParams& p, int experts) {
+// Calls run.operator()<N>() with the N of a token tile: its width rounded up to 16.
+template <class Run>
+__device__ __forceinline__ void with_width(int width, Run& run) {
+  switch ((width + 15) / 16) {
+    case 1:
+      run.template operator()<16>();
+      break;
+    case 2:
+      run.template operator()<32>();
+      break;
+    case 3:
+      run.template operator()<48>();
+      break;
+    case 4:
+      run.template operator()<64>();
+      break;
+    case 5:
+      run.template operator()<80>();
+      break;
+    case 6:
+      run.template operator()<96>();
+      break;
+    case 7:
+      run.template operator()<112>();
+      break;
+    default:
+      run.template operator()<128>();
+      break;
+  }
+}
+
+// Makes the barriers; gate-up also waits for the index.
+template <Gemm kGemm>
+__device__ __forceinline__ GemmSmem& start_gemm(const CUtensorMap* map) {
   extern __shared__ uint8_t raw[];
   auto& s = *reinterpret_cast<GemmSmem*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
   if (threadIdx.x == 0) {
@@ -337,6 +377,14 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const GemmParam
     pdl_trigger();
   }
 
+  return s;
+}
+
+// The kernel's frame: roles, and the width switch. `Epilogue::run<N>(p, s, task, unit, parity, acc)` stores a
+// unit of a task; it is called by whole warpgroups.
+template <Gemm kGemm, Quant kQuant, bool kHalf, class Epilogue>
+__device__ __forceinline__ void run_gemm(const CUtensorMap* map, const GemmParams& p, int experts) {
+  GemmSmem& s = start_gemm<kGemm>(map);
   if (threadIdx.x >= kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     produce<kGemm, kQuant, kHalf>(p, map, s, experts);
@@ -361,32 +409,7 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const GemmParam
         const int unit = 2 * done.pair + group, parity = again / gridDim.x & 1;
         if (unit < p.units) Epilogue::template run<N>(p, s, done, unit, parity, acc);
       };
-      switch ((task.width + 15) / 16) {
-        case 1:
-          run.template operator()<16>();
-          break;
-        case 2:
-          run.template operator()<32>();
-          break;
-        case 3:
-          run.template operator()<48>();
-          break;
-        case 4:
-          run.template operator()<64>();
-          break;
-        case 5:
-          run.template operator()<80>();
-          break;
-        case 6:
-          run.template operator()<96>();
-          break;
-        case 7:
-          run.template operator()<112>();
-          break;
-        default:
-          run.template operator()<128>();
-          break;
-      }
+      with_width(task.width, run);
     }
   }
 }
