@@ -132,7 +132,7 @@ class Inputs:
             self._reference = out, lse, spread
         return self._reference
 
-    def check(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+    def check(self, out: torch.Tensor, lse: torch.Tensor | None = None, kernel: bool | None = None) -> None:
         """AssertionError where a result differs from the reference by more than rounding explains.
 
         Each output: the rounding to its dtype, plus what the arithmetic before it does to the weights, times the
@@ -140,12 +140,14 @@ class Inputs:
         head_dim products, exp and the division stay within four of those, 2^-18 of a weight. The kernels round the
         weights once to the cache's 16-bit type, or to fp16 for an e4m3 cache. All outputs together: a rounding's error
         is uniform, so its RMS is at most the largest over sqrt(3).
+
+        kernel: whether a kernel made the result; None: it did where the result lies on a GPU.
         """
         want, want_lse, spread = self.reference()
         have = out.detach().cpu().to(torch.float64)
         rounding = ROUNDING[out.dtype]
         weights = 2.0**-18
-        if out.is_cuda:
+        if out.is_cuda if kernel is None else kernel:
             weights += ROUNDING[torch.float16 if self.problem.cache_dtype == FP8 else self.problem.cache_dtype]
         bound = rounding * want.abs() + weights * spread + 2.0**-25  # the last: fp16's subnormals
         excess = (have - want).abs() - bound

@@ -1,0 +1,240 @@
+// Fibers: first entered by setcontext, then changed by _setjmp and _longjmp, which make no system call.
+#include "block.hpp"
+
+#include <csetjmp>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <ucontext.h>
+#include <utility>
+#include <vector>
+
+namespace hpc::attention {
+alignas(128) char smem[emulation::kSharedBytes];  // the kernels' extern __shared__
+}
+
+namespace emulation {
+
+int fault = 0;
+
+namespace {
+
+constexpr size_t kStackBytes = 128 * 1024;
+
+struct Copy {
+  uint32_t shared;
+  int size;
+  char data[16];
+};
+
+enum class State { kReady, kInWarp, kInBlock, kDone };
+
+struct Fiber {
+  ucontext_t start;
+  std::jmp_buf here;
+  bool started;
+  State state;
+  bool waited;                           // has called pdl_wait
+  std::vector<Copy> open;                // asynchronous copies since the last commit
+  std::deque<std::vector<Copy>> groups;  // committed ones
+};
+
+struct Warp {
+  uint32_t words[2][kMaxWords][32];  // of this exchange and of the one before
+  int arrived, generation;
+  Meeting meeting;
+};
+
+struct Late {
+  char* address;
+  std::vector<char> contents;
+  int launches;
+};
+
+Fiber fibers[kMaxThreads];
+std::unique_ptr<char[]> stacks;
+Warp warps[kMaxThreads / 32];
+std::jmp_buf scheduler;
+int current, num_threads, arrived, left;
+size_t shared_bytes;
+bool predecessor_runs;
+std::vector<Late> late_memory;
+std::exception_ptr error;
+const std::function<void()>* block_body;
+unsigned seed = 1;
+
+unsigned random_number() {
+  seed = seed * 1664525 + 1013904223;
+  return seed >> 16;
+}
+
+void require(bool ok, const char* what) {
+  if (!ok) throw std::runtime_error(std::string("emulation: ") + what);
+}
+
+void suspend(State state) {
+  fibers[current].state = state;
+  if (_setjmp(fibers[current].here) == 0) _longjmp(scheduler, 1);
+}
+
+void run_thread() {
+  try {
+    (*block_body)();
+    require(fibers[current].waited, "a thread ended without pdl_wait");
+  } catch (...) {
+    error = std::current_exception();
+  }
+  fibers[current].state = State::kDone;
+  --left;
+  _longjmp(scheduler, 1);
+}
+
+void resume(int thread) {
+  Fiber& fiber = fibers[thread];
+  current = thread;
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.here, 1);
+  fiber.started = true;
+  setcontext(&fiber.start);
+}
+
+// Every ready lane of a warp, once; false where none is.
+bool run_warp(int warp, const std::function<void(int)>& enter) {
+  bool any = false;
+  const unsigned first = random_number();
+  for (unsigned i = 0; i < 32; ++i) {
+    const int thread = 32 * warp + static_cast<int>((first + i) % 32);
+    if (fibers[thread].state != State::kReady) continue;
+    enter(thread);
+    resume(thread);
+    any = true;
+    if (error) std::rethrow_exception(std::exchange(error, nullptr));
+  }
+  return any;
+}
+
+}  // namespace
+
+void run_block(int threads, size_t smem_bytes, const std::function<void(int)>& enter,
+               const std::function<void()>& body) {
+  require(threads % 32 == 0 && threads <= kMaxThreads && smem_bytes <= kSharedBytes, "launch out of range");
+  if (!stacks) stacks.reset(new char[kMaxThreads * kStackBytes]);
+  for (int i = 0; i < threads; ++i) {
+    Fiber& fiber = fibers[i];
+    fiber.started = fiber.waited = false;
+    fiber.state = State::kReady;
+    fiber.open.clear();
+    fiber.groups.clear();
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = stacks.get() + static_cast<size_t>(i) * kStackBytes;
+    fiber.start.uc_stack.ss_size = kStackBytes;
+    fiber.start.uc_link = nullptr;
+    makecontext(&fiber.start, run_thread, 0);
+  }
+  for (Warp& warp : warps) warp.arrived = warp.generation = 0;
+  std::memset(hpc::attention::smem, 0xff, sizeof(hpc::attention::smem));
+  for (Late& memory : late_memory) {
+    memory.contents.assign(memory.address, memory.address + memory.contents.size());
+    std::memset(memory.address, 0xff, memory.contents.size());
+  }
+  predecessor_runs = true;
+  block_body = &body;
+  shared_bytes = smem_bytes;
+  num_threads = left = threads;
+  arrived = 0;
+  const unsigned num_warps = static_cast<unsigned>(threads) / 32;
+  while (left > 0) {
+    bool any = false;
+    const unsigned first = random_number();
+    for (unsigned i = 0; i < num_warps; ++i) {
+      unsigned rounds = 1 + random_number() % 16;  // how far a warp gets ahead
+      while (rounds-- > 0 && run_warp(static_cast<int>((first + i) % num_warps), enter)) any = true;
+    }
+    require(any, "deadlock");
+  }
+}
+
+void late(void* address, size_t bytes, int launches) {
+  late_memory.push_back({static_cast<char*>(address), std::vector<char>(bytes), launches});
+}
+
+void forget_late() {
+  late_memory.clear();
+}
+
+void end_launch() {
+  std::erase_if(late_memory, [](Late& memory) { return --memory.launches == 0; });
+}
+
+int lane() {
+  return current % 32;
+}
+
+const uint32_t (*exchange(Meeting meeting, const uint32_t* mine, int words))[32] {
+  Warp& warp = warps[current / 32];
+  const int generation = warp.generation;
+  if (warp.arrived == 0) warp.meeting = meeting;
+  require(warp.meeting == meeting, "the lanes of a warp meet at different instructions");
+  for (int word = 0; word < words; ++word) warp.words[generation & 1][word][lane()] = mine[word];
+  if (++warp.arrived < 32) {
+    suspend(State::kInWarp);
+  } else {
+    warp.arrived = 0;
+    ++warp.generation;
+    for (int i = 0; i < 32; ++i) fibers[current / 32 * 32 + i].state = State::kReady;
+  }
+  return warp.words[generation & 1];
+}
+
+void sync_block() {
+  if (++arrived < num_threads) {
+    suspend(State::kInBlock);
+  } else {
+    arrived = 0;
+    for (int i = 0; i < num_threads; ++i) fibers[i].state = State::kReady;
+  }
+}
+
+void wait_for_predecessor() {
+  fibers[current].waited = true;
+  if (!std::exchange(predecessor_runs, false)) return;
+  for (const Late& memory : late_memory) std::memcpy(memory.address, memory.contents.data(), memory.contents.size());
+}
+
+uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const char*>(pointer) - hpc::attention::smem);
+}
+
+char* shared_pointer(uint32_t address, uint32_t bytes) {
+  require(address % bytes == 0, "misaligned shared address");
+  require(address + bytes <= shared_bytes, "shared address beyond what the launch asked for");
+  return hpc::attention::smem + address;
+}
+
+void copy_async(uint32_t shared, const void* global, int size, int bytes) {
+  require(reinterpret_cast<uintptr_t>(global) % static_cast<uintptr_t>(size) == 0, "misaligned source of a copy");
+  Copy copy = {shared, size, {}};
+  std::memcpy(copy.data, global, static_cast<size_t>(bytes));
+  fibers[current].open.push_back(copy);
+  std::memset(shared_pointer(shared, static_cast<uint32_t>(size)), 0xff, static_cast<size_t>(size));
+}
+
+void commit_copies() {
+  Fiber& fiber = fibers[current];
+  fiber.groups.push_back(std::exchange(fiber.open, {}));
+}
+
+void wait_for_copies(size_t pending) {
+  auto& groups = fibers[current].groups;
+  for (; groups.size() > pending; groups.pop_front()) {
+    for (const Copy& copy : groups.front()) {
+      std::memcpy(shared_pointer(copy.shared, static_cast<uint32_t>(copy.size)), copy.data,
+                  static_cast<size_t>(copy.size));
+    }
+  }
+}
+
+}  // namespace emulation

@@ -1,0 +1,58 @@
+// Emulation of a thread block on a CPU, for tests of the kernels' arithmetic without a GPU.
+//
+// Emulated: the kernels' and launchers' own sources, compiled by the host's C++ compiler. A CUDA thread is a fiber of
+//   one host thread; fibers change where threads meet (shuffles, votes, mma, __syncwarp, __syncthreads), warps and
+//   lanes in a scrambled order. ptx.hpp stands in for the PTX. Blocks run one after the other, kernels too.
+// Noticed besides wrong results:
+//   - lanes of a warp that meet at different instructions, and deadlocks;
+//   - shared memory outside what the launch asked for, misaligned accesses and copies;
+//   - shared memory read before it was written, and copies read before cp_async_wait and __syncwarp: NaN until then;
+//   - a thread that ends without pdl_wait, and what is read or written too early: memory that a predecessor writes
+//     (late) holds NaN in each block until the block's first pdl_wait, and gets its contents there.
+// Not emulated: time; the memory model (a missing fence, races between blocks or kernels); a warp whose lanes run
+//   apart; wgmma, clusters, the copy engine; how tensor cores round sums and how coarse the approximate functions are;
+//   limits of registers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace emulation {
+
+constexpr int kSharedBytes = 227 * 1024;  // the most dynamic shared memory of a block
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxWords = 12;
+
+// Number of the planted fault that is on; 0: none. The test's copy of the sources asks for it.
+extern int fault;
+
+// The instruction at which a warp's lanes meet.
+enum class Meeting { kSync, kShuffle, kVote, kReduce, kMma, kTranspose };
+
+// Runs `body` once for each thread of a block. enter(thread) is called whenever a thread goes on. Throws what a thread
+// throws, and std::runtime_error for a deadlock or a thread that ends without pdl_wait.
+void run_block(int threads, size_t smem_bytes, const std::function<void(int)>& enter,
+               const std::function<void()>& body);
+
+// Memory that the predecessors of the next `launches` kernels write.
+void late(void* address, size_t bytes, int launches);
+void forget_late();
+// To be called when a kernel's blocks have run.
+void end_launch();
+
+// For the current thread:
+int lane();
+// Gives `words` words to the warp's other lanes; returns all lanes' as [word][lane], valid until the next exchange.
+const uint32_t (*exchange(Meeting meeting, const uint32_t* mine, int words))[32];
+void sync_block();
+void wait_for_predecessor();
+
+// Shared memory: addresses count from its beginning.
+uint32_t shared_address(const void* pointer);
+char* shared_pointer(uint32_t address, uint32_t bytes);
+void copy_async(uint32_t shared, const void* global, int size, int bytes);
+void commit_copies();
+void wait_for_copies(size_t pending);
+
+}  // namespace emulation

@@ -1,0 +1,2 @@
+// Tuples need nothing beyond the stand-in's nanobind.h.
+#pragma once

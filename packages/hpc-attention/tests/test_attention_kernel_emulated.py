@@ -1,0 +1,305 @@
+"""The decode kernels' arithmetic without a GPU: their own sources on a CPU emulation of thread blocks.
+
+emulation/block.hpp says what is emulated and what is not. The kernels, their launchers and csrc/api/decode.cpp are
+compiled once a session, with planted faults in them that a number switches on; each of those must be noticed.
+"""
+
+import ctypes
+import importlib
+import os
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hpc_attention import DecodePlan, _cuda
+from hpc_attention.support import FP8
+from hpc_attention.testing import Inputs, Problem
+from hpc_common.poison import Canary, dirty_, fill_nan_
+
+BF16, FP16 = torch.bfloat16, torch.float16
+EMULATION = Path(__file__).resolve().parent / "emulation"
+CSRC = EMULATION.parents[1] / "csrc"
+COMMON = EMULATION.parents[3] / "common" / "include"
+# Headers whose functions are PTX, and what such a function looks like; emulation/ptx.hpp stands in for those.
+PTX_HEADERS = ("fifo.cuh", "fp8.cuh", "mma.cuh", "pdl.cuh")
+FUNCTION = re.compile(r"^(?:template <.*>\n)?__device__ (?:.*\n)+?\}\n", re.MULTILINE)
+# Slowest first.
+SOURCES = (
+    "launch/decode_e4m3.cu", "launch/decode_bf16.cu", "launch/decode_fp16.cu", "api/decode.cpp", "launch/decode.cu",
+    "launch/plan.cu",
+)  # fmt: skip
+
+SMALL = Problem(lengths=(150, 0, 65, 1), num_q_heads=8, num_kv_heads=2, num_ctas=3)
+LONG = replace(SMALL, lengths=(700,), num_kv_heads=1, sm_scale=1.0)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake: a file of csrc/kernels, its text, the expression that takes its place, a problem that must show it.
+
+    wrong: None leaves out the statement that `right` begins with.
+    """
+
+    file: str
+    right: str
+    wrong: str | None
+    problem: Problem = SMALL
+
+
+FAULTS = {
+    "a tile is dropped": Fault("decode_feed.cuh", "first_tile + piece.tile_end", "first_tile + piece.tile_end - 1"),
+    "another head's keys and values": Fault(
+        "decode_feed.cuh", "static_cast<uint64_t>(kv_head_) * cache.head_stride + lane % Layout::kLanes",
+        "lane % Layout::kLanes",
+    ),
+    "columns of V are exchanged": Fault(
+        "decode.cuh", "chunk * kPairs + 2 * w + half", "chunk * kPairs + 2 * w + 1 - half", replace(SMALL, kv_dtype=FP8)
+    ),
+    "the output is not rescaled": Fault(
+        "decode.cuh", "exp2_approx(reference - raised)", "1.0f", replace(LONG, num_ctas=1)
+    ),
+    "partial results are not rescaled": Fault("combine.cuh", "exp2_approx(pairs[i].x - m0)", "1.0f", LONG),
+    "the causal mask is off by one": Fault("decode.cuh", "position < end", "position <= end", replace(SMALL, q_len=3)),
+    "the window is off by one": Fault(
+        "decode.cuh", "position >= end - p_.window", "position > end - p_.window", replace(SMALL, window=20)
+    ),
+    "copies are not waited for": Fault(
+        "decode.cuh", "cp_async_wait<2 * kStages - 1>();\n    __syncwarp();\n    score", None
+    ),
+    "lanes do not wait for each other's copies": Fault("decode.cuh", "__syncwarp();\n    add_values", None),
+    "warps do not wait for each other's results": Fault(
+        "decode.cuh", "__syncthreads();\n      for (int32_t position", None
+    ),
+    "a block ends without pdl_wait": Fault("decode.cuh", "if (!waited) start();", None, LONG),
+    "this step's tokens are read before pdl_wait": Fault(
+        "decode_feed.cuh", "(slice_ + 1) * kSliceTokens <= high_ - p_.q_len", "true"
+    ),
+}  # fmt: skip
+
+
+def plant(text: str, fault: Fault, number: int) -> str:
+    """`text` with a switch where the fault's right text stands; unchanged where it doesn't."""
+    on = f"emulation::fault == {number}"
+    if fault.wrong is None:
+        return text.replace(fault.right, f"if (!({on})) {fault.right}")
+    return text.replace(fault.right, f"({on} ? {fault.wrong} : {fault.right})")
+
+
+def compile_emulation(compiler: str, build: Path) -> Path:
+    """The shared library of the emulated kernels, from copies of the sources in `build`."""
+    shutil.copytree(CSRC, build / "csrc")
+    for file in (build / "csrc/kernels").iterdir():
+        text = file.read_text().replace("extern __shared__", "extern")
+        for number, fault in enumerate(FAULTS.values(), 1):
+            text = plant(text, fault, number) if fault.file == file.name else text
+        file.write_text(text)
+    (build / "include/hpc").mkdir(parents=True)
+    for name in PTX_HEADERS:
+        text = (COMMON / "hpc" / name).read_text()
+        text = FUNCTION.sub(lambda match: "" if re.search(r"\basm\b|__cvta", match[0]) else match[0], text)
+        (build / "include/hpc" / name).write_text(text)
+    # _FORTIFY_SOURCE refuses jumps from stack to stack.
+    flags = ["-std=c++20", "-O1", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
+    flags += [f"-I{path}" for path in (EMULATION, build / "include", build / "csrc", COMMON)]
+
+    def run(arguments: list[str]) -> None:
+        result = subprocess.run([compiler, *arguments], capture_output=True, text=True)
+        assert result.returncode == 0, f"{' '.join(arguments)}\n{result.stderr[:4000]}"
+
+    def compiled(source: Path) -> str:
+        to = build / f"{source.stem}{source.suffix}.o"
+        ptx = ["-include", str(EMULATION / "ptx.hpp")] if source.suffix == ".cu" else []
+        run([*flags, *ptx, "-x", "c++", "-c", str(source), "-o", str(to)])
+        return str(to)
+
+    sources = [build / "csrc" / name for name in SOURCES] + [EMULATION / "block.cpp", EMULATION / "driver.cpp"]
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compiled, sources))
+    library = build / "emulated.so"
+    run(["-shared", "-pthread", *objects, "-o", str(library)])
+    return library
+
+
+class Emulated:
+    """The emulated extension, in place of hpc_attention._C. RuntimeError with the text of a C++ error."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.library.emulation_call.restype = ctypes.c_char_p
+        self.early = True  # as inside a capture
+
+    def call(self, name: str, *arguments: object) -> int:
+        slots: list[int] = []
+        for argument in arguments:
+            for entry in argument if isinstance(argument, tuple) else (argument,):
+                slots += struct.unpack("q", struct.pack("d" if isinstance(entry, float) else "q", entry or 0))
+        result = ctypes.c_int64()
+        array = (ctypes.c_int64 * len(slots))(*slots)
+        error = self.library.emulation_call(name.encode(), array, ctypes.c_int64(len(slots)), ctypes.byref(result))
+        if error is not None:
+            raise RuntimeError(error.decode())
+        assert result.value != -1, f"{name}: {len(slots)} slots are not what it takes"
+        return result.value
+
+    def decode(self, *arguments: object) -> None:
+        self.call("decode", *arguments)
+
+    def late(self, tensor: torch.Tensor, launches: int = 1) -> None:
+        """`tensor` (dense) is not there before the next kernels' pdl_wait; what they write before it is lost."""
+        size = tensor.numel() * tensor.element_size()
+        if size:
+            self.library.emulation_late(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(size), launches)
+
+
+@pytest.fixture(scope="session")
+def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "c++", "g++"))), None)
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    return compile_emulation(compiler, tmp_path_factory.mktemp("emulation"))
+
+
+@pytest.fixture
+def emulated(emulated_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
+    """Decode of CPU tensors goes the way of CUDA tensors, to the emulated kernels."""
+    monkeypatch.delenv("HPC_PDL", raising=False)
+    kernels = Emulated(emulated_library)
+    module = importlib.import_module("hpc_attention.decode")
+    monkeypatch.setattr(module, "_op", module._decode_cuda)
+    monkeypatch.setattr(_cuda, "_C", kernels)
+    cuda = SimpleNamespace(
+        current_stream=lambda device: SimpleNamespace(cuda_stream=0), is_current_stream_capturing=lambda: kernels.early
+    )
+    monkeypatch.setattr(_cuda, "torch", SimpleNamespace(cuda=cuda))
+    yield kernels
+    kernels.library.emulation_set_fault(0)
+    kernels.library.emulation_forget_late()
+
+
+def run(kernels: Emulated, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode right behind kernels that write the query and this step's tokens, and use output and workspace themselves.
+
+    Both lie between canaries and hold what is of no use.
+    """
+    cache, plan, q_len = inputs.cache, inputs.plan, inputs.problem.q_len
+    out = Canary(tuple(inputs.q.shape), FP16 if inputs.q.dtype == FP16 else BF16, guard=1 << 16)
+    workspace = Canary((plan.workspace_bytes,), guard=1 << 16)
+    plan.workspace = dirty_(workspace.tensor, seed=1)
+    kernels.late(inputs.q)
+    for memory in (fill_nan_(out.tensor), workspace.tensor):
+        kernels.late(memory, launches=2)
+    if not kernels.early:
+        kernels.late(plan.map)
+    for request, length in enumerate(cache.seq_lens.tolist()):
+        for slot in cache.slots(request)[max(length - q_len, 0) :].tolist():
+            for rows in (cache.k_cache, cache.v_cache):
+                for row in rows[slot // cache.page_size, slot % cache.page_size]:
+                    kernels.late(row)
+    result = inputs.run(out=out.tensor)
+    out.check()
+    workspace.check()
+    return result
+
+
+PROBLEMS = {
+    "bf16": SMALL,
+    "fp16": replace(SMALL, q_dtype=FP16),
+    "e4m3": replace(SMALL, kv_dtype=FP8),
+    "e4m3 and fp16": replace(SMALL, q_dtype=FP16, kv_dtype=FP8),
+    "e4m3 query": replace(SMALL, q_dtype=FP8, k_scale="token", v_scale="head"),
+    "D 64": replace(SMALL, head_dim=64, num_q_heads=10),
+    "D 64 e4m3": replace(SMALL, head_dim=64, kv_dtype=FP8, num_q_heads=32, q_len=2),
+    "D 256": replace(SMALL, head_dim=256, q_len=2),
+    "D 256 e4m3": replace(SMALL, head_dim=256, kv_dtype=FP8, num_q_heads=32, q_len=2),
+    "ratio 1": replace(SMALL, num_q_heads=2),
+    "ratio 16": replace(SMALL, num_q_heads=32),
+    "ratio 5, q_len 3": replace(SMALL, num_q_heads=10, q_len=3, q_dtype=FP16),
+    "128 rows": replace(SMALL, lengths=(100,), num_q_heads=16, num_kv_heads=1, q_len=8, kv_dtype=FP8),
+    "pages of 1": replace(SMALL, page_size=1, kv_dtype=FP8, k_scale="token", layout="HND"),
+    "pages of 16": replace(SMALL, page_size=16, layout="uneven"),
+    "pages of 256": replace(SMALL, page_size=256, layout="interleaved", kv_dtype=FP8),
+    "window": replace(SMALL, lengths=(300, 65, 500), window=70, q_len=3),
+    "softcap and sinks": replace(SMALL, softcap=8.0, sinks=True, k_scale="head", v_scale="float"),
+    "one long request": replace(LONG, lengths=(1500,), kv_dtype=FP8, num_ctas=20, sinks=True, k_scale="one"),
+    "one CTA": replace(SMALL, lengths=(300, 5, 0, 90), num_ctas=1, kv_dtype=FP8),
+    "batch-invariant": replace(SMALL, lengths=(1100, 65, 0, 1), batch_invariant=True, q_len=2, kv_dtype=FP8),
+    "no tokens at all": replace(SMALL, lengths=(0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_kernels_on_a_cpu(emulated: Emulated, name: str) -> None:
+    """Inside the kernels' error bound; with NaN in page tails, in a dirty workspace, ahead of their predecessor."""
+    inputs = PROBLEMS[name].make()
+    inputs.check(*run(emulated, inputs), kernel=True)
+
+
+@pytest.mark.parametrize("name", ["bf16", "e4m3", "batch-invariant"])
+def test_right_behind_an_update(emulated: Emulated, name: str) -> None:
+    """A decode that may not start early reads the map behind its wait, too."""
+    emulated.early = False
+    inputs = PROBLEMS[name].make()
+    inputs.check(*run(emulated, inputs), kernel=True)
+
+
+@pytest.mark.parametrize("number", range(1, len(FAULTS) + 1), ids=FAULTS)
+def test_planted_fault_is_noticed(emulated: Emulated, number: int) -> None:
+    fault = list(FAULTS.values())[number - 1]
+    assert (CSRC / "kernels" / fault.file).read_text().count(fault.right) == 1, "plant the fault in the new code"
+    inputs = fault.problem.make()
+    inputs.check(*run(emulated, inputs), kernel=True)
+    emulated.library.emulation_set_fault(number)
+    with pytest.raises((AssertionError, RuntimeError), match=r"^out: |^lse: |^emulation: "):
+        inputs.check(*run(emulated, inputs), kernel=True)
+
+
+def test_order_of_threads_changes_no_bit(emulated: Emulated) -> None:
+    """Every run scrambles warps and lanes anew."""
+    inputs = replace(SMALL, kv_dtype=FP8, lengths=(400, 70), num_ctas=5).make()
+    want, want_lse = run(emulated, inputs)
+    for _ in range(3):
+        out, lse = run(emulated, inputs)
+        assert torch.equal(out, want) and torch.equal(lse, want_lse)
+
+
+def test_batch_invariant_rows_in_any_company(emulated: Emulated) -> None:
+    problem = replace(SMALL, lengths=(600, 3, 1100, 70), batch_invariant=True, max_seq_len=2048)
+    inputs = problem.make()
+    out, _ = run(emulated, inputs)
+    for request in (0, 2):
+        plan = DecodePlan(1, 8, 2, 128, 64, batch_invariant=True, max_seq_len=2048, num_ctas=4, device="cpu")
+        plan.update(inputs.cache.seq_lens[request : request + 1].contiguous())
+        rows = slice(request, request + 1)
+        alone, _ = inputs.run(q=inputs.q[rows], page_table=inputs.cache.page_table[rows], plan=plan)
+        assert torch.equal(alone, out[rows])
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    "lengths",
+    [(), (1,), (5000, 0, 64, 65, 1), tuple(range(0, 3000, 17)), (700,) * 1100],
+    ids=lambda lengths: len(lengths),
+)
+def test_plan_kernel_writes_the_hosts_map(
+    emulated: Emulated, lengths: tuple[int, ...], window: int | None, batch_invariant: bool
+) -> None:
+    plan = DecodePlan(
+        1200, 8, 2, 128, 64, q_len=2, window=window, batch_invariant=batch_invariant, max_seq_len=4500, num_ctas=132,
+        device="cpu",
+    )  # fmt: skip
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    plan.update(seq_lens.clamp(max=4500))
+    written = dirty_(torch.empty_like(plan.map))
+    emulated.late(seq_lens)
+    emulated.late(written)
+    emulated.call("update_plan", seq_lens.data_ptr(), len(lengths), written.data_ptr(), *plan._shape())
+    assert torch.equal(written, plan.map)
