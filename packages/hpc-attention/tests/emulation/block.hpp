@@ -7,8 +7,8 @@
 //   - lanes of a warp that meet at different instructions, and deadlocks;
 //   - shared memory outside what the launch asked for, misaligned accesses and copies;
 //   - shared memory read before it was written, and copies read before cp_async_wait and __syncwarp: NaN until then;
-//   - a thread that ends without pdl_wait, and what is read or written too early: memory that a predecessor writes
-//     (late) holds NaN in each block until the block's first pdl_wait, and gets its contents there.
+//   - a thread that ends without pdl_wait, and what is read or written too early: pdl_wait returns when no thread of
+//     the block gets on without it, and memory that a predecessor writes (late) holds NaN before, its contents then.
 // Not emulated: time; the memory model (a missing fence, races between blocks or kernels); a warp whose lanes run
 //   apart; wgmma, clusters, the copy engine; how tensor cores round sums and how coarse the approximate functions are;
 //   limits of registers.
