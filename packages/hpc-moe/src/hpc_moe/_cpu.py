@@ -178,7 +178,7 @@ class _Product:
     ) -> None:
         self.quant, self.row_by_row = call.quant, call.batch_invariant
         self.weight, self.weight_scale, self.static_scale, self.step = weight, weight_scale, static_scale, step
-        self.wide = torch.empty(0)
+        self.wide = weight.new_empty(0)
         self.scale: torch.Tensor | None = None
 
     def load(self, expert: int) -> None:
@@ -198,7 +198,7 @@ class _Product:
                 return torch.stack([torch.mv(self.wide, row) for row in a.unbind(0)])
             return a @ self.wide.t()
         a = a.double()
-        total = torch.zeros(a.shape[0], self.wide.shape[0])
+        total = torch.zeros(a.shape[0], self.wide.shape[0], dtype=torch.float32, device=a.device)
         for index, begin in enumerate(range(0, a.shape[1], self.step)):
             columns = slice(begin, begin + self.step)
             part = (a[:, columns] @ self.wide[:, columns].t()).float()
@@ -210,7 +210,7 @@ class _Product:
 
 def _reduce(call: "Call", chunk: _Chunk) -> None:
     """out = routed_scaling_factor * (weighted rows, in slot order, in fp32) + shared_output, rounded once to bf16."""
-    total = torch.zeros(chunk.x.shape)
+    total = torch.zeros(chunk.x.shape, dtype=torch.float32, device=chunk.x.device)
     weights = call.topk_weights[chunk.tokens]
     for slot in range(weights.shape[1]):
         rows = chunk.map.slot_to_row[:, slot].long()

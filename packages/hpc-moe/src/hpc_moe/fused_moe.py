@@ -59,7 +59,7 @@ def fused_moe(
             contents don't matter before the call and mean nothing after.
         out: [T, H] bf16 to write to; must not overlap another argument.
 
-    Returns out [T, H] bf16. The result is bit-identical from run to run, and a row of y is the same on every rank.
+    Returns out [T, H] bf16; no gradient: it does not require one, whatever the arguments do. The result is bit-identical from run to run, and a row of y is the same on every rank.
 
     Raises TypeError or ValueError, naming the argument, before anything runs: wrong dtype, shape, stride, device, a
     workspace too small, a device without a kernel. Ids outside [-1, num_experts) are an error on the CPU, and on a GPU
@@ -183,6 +183,7 @@ def _prepare(*args: object) -> Call | None:
     return Call(**values, config=config)
 
 
+@torch.no_grad()
 def _run_cpu(*args: object) -> None:
     call = _prepare(*args)
     if call is not None:
@@ -192,6 +193,7 @@ def _run_cpu(*args: object) -> None:
         _cpu.run(call)
 
 
+@torch.no_grad()
 def _run_cuda(x: torch.Tensor, *args: object) -> None:
     # Here again, for those who call torch.ops.hpc_moe.fused_moe themselves: never a launch without a kernel.
     require_supported(_WHERE, str(args[8]), x.dtype, x.device)

@@ -69,7 +69,7 @@ def scores(x: torch.Tensor, weight: torch.Tensor, terms: int, out: torch.Tensor)
     if not x.shape[0]:
         return
     for x_rows, out_rows in zip(x.split(_ROW_CHUNK), out.split(_ROW_CHUNK), strict=True):
-        total = torch.zeros(out_rows.shape, dtype=torch.float64)
+        total = torch.zeros(out_rows.shape, dtype=torch.float64, device=x.device)
         for x_block, weight_block in zip(x_rows.split(K_BLOCK, 1), weight.split(K_BLOCK, 1), strict=True):
             x_double, x_spread = x_block.double(), exponent_spread(x_block)
             accumulator = torch.zeros_like(total)
@@ -118,7 +118,7 @@ def choose(
     if num_groups > 1:
         grouped = value.view(tokens, num_groups, -1)
         two_best = grouped.gather(2, _best(_sort_key(grouped), 2)).sum(2)
-        chosen = torch.zeros((tokens, num_groups), dtype=torch.bool)
+        chosen = torch.zeros((tokens, num_groups), dtype=torch.bool, device=scores.device)
         chosen.scatter_(1, _best(_sort_key(two_best), topk_groups), True)
         left_out = ~chosen.repeat_interleave(experts // num_groups, dim=1)
         key = key.masked_fill(left_out, -(2**31) - 1)  # below NaN: an expert of another group is never chosen

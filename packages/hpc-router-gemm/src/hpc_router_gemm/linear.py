@@ -14,12 +14,14 @@ torch.library.define(
 
 
 @torch.library.impl(_OP, "cpu")
+@torch.no_grad()
 def _linear_cpu(x: torch.Tensor, weight: torch.Tensor, terms: int, out: torch.Tensor) -> None:
     check_memory(_WHERE, "linear", x, weight)
     _cpu.scores(x, weight, terms, out)
 
 
 @torch.library.impl(_OP, "cuda")
+@torch.no_grad()
 def _linear_cuda(x: torch.Tensor, weight: torch.Tensor, terms: int, out: torch.Tensor) -> None:
     check_memory(_WHERE, "linear", x, weight)
     from . import _cuda

@@ -19,6 +19,7 @@ torch.library.define(
 
 
 @torch.library.impl(_OP, "cpu")
+@torch.no_grad()
 def _route_cpu(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -41,6 +42,7 @@ def _route_cpu(
 
 
 @torch.library.impl(_OP, "cuda")
+@torch.no_grad()
 def _route_cuda(
     x: torch.Tensor,
     weight: torch.Tensor,
