@@ -21,6 +21,7 @@ from hpc_common.checks import (
     fail,
     shape_text,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .support import device_refusal, dtype_error, limit_error
 
@@ -28,6 +29,14 @@ from .support import device_refusal, dtype_error, limit_error
 def debug_values() -> bool:
     """Whether lengths and page ids of CUDA tensors are checked on the host too (HPC_DEBUG=1, outside a capture)."""
     return os.environ.get("HPC_DEBUG") == "1" and not torch.cuda.is_current_stream_capturing()
+
+
+def check_memory(where: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``; ValueError where it has no memory to write to (meta, or made under FakeTensorMode)."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        kind = "a fake tensor (FakeTensorMode)" if isinstance(tensor, FakeTensor) else "a meta tensor"
+        fail(where, argument, "real memory", kind)
+    return tensor
 
 
 def check_query(where: str, q: torch.Tensor) -> None:
@@ -175,8 +184,8 @@ def check_page_ids(
     """Page ids of the tokens [begin, end) that each request's rows see; other entries may hold anything."""
     if not visible or not page_table.shape[1]:
         return
-    ranges = torch.tensor([(begin // page_size, -(-end // page_size)) for begin, end in visible])
-    column = torch.arange(page_table.shape[1])
+    ranges = torch.tensor([(begin // page_size, -(-end // page_size)) for begin, end in visible], device="cpu")
+    column = torch.arange(page_table.shape[1], device="cpu")
     used = (column >= ranges[:, :1]) & (column < ranges[:, 1:])
     bad = used & ((page_table < 0) | (page_table >= num_pages))
     if bool(bad.any()):

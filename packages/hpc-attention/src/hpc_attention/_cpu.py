@@ -16,7 +16,7 @@ from hpc_common.schedule import TILE_TOKENS, DecodeSchedule
 NEG_INF = float("-inf")
 _AS_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # The value of every e4m3 code: a gather from it is several times faster than torch's conversion on a CPU.
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+_E4M3 = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).to(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def attend(
         scores = torch.tanh(scores / options.softcap) * options.softcap
     end = begin + len(keys)
     if int(row_begin.max()) > begin or int(row_end.min()) < end:
-        position = torch.arange(begin, end)
+        position = torch.arange(begin, end, device="cpu")
         seen = (position >= row_begin.unsqueeze(1)) & (position < row_end.unsqueeze(1))
         scores = scores.masked_fill(~seen, NEG_INF)
     largest = scores.amax(1, keepdim=True) if len(keys) else scores.new_full((len(query), 1), NEG_INF)
@@ -200,7 +200,8 @@ def decode(
     scales = Cache(options.k_scale, page_table) if per_token else None
     q_len, window = schedule.q_len, schedule.window
     parts = partials(workspace, q_len * rows.group, q.shape[2])
-    offsets = torch.arange(q_len).repeat_interleave(rows.group)  # which of the request's new tokens a row is
+    # Which of the request's new tokens a row is.
+    offsets = torch.arange(q_len, device="cpu").repeat_interleave(rows.group)
     lengths, first_tiles = schedule.requests["seq_len"].tolist(), schedule.requests["first_tile"].tolist()
     for request in (schedule.requests["num_tiles"][:-1] == 0).nonzero()[0].tolist():
         out[request * q_len : (request + 1) * q_len] = 0
@@ -259,7 +260,8 @@ def prefill(
         for head in range(k_cache.shape[2]):
             for row in range(0, new, block):
                 count = min(block, new - row)
-                row_end = torch.arange(row, row + count).repeat_interleave(rows.group) + (length - new + 1)
+                new_tokens = torch.arange(row, row + count, device="cpu").repeat_interleave(rows.group)
+                row_end = new_tokens + (length - new + 1)
                 row_begin = (row_end - window).clamp(min=0) if window else torch.zeros_like(row_end)
                 end = max(int(row_end[-1]), 0)
                 begin = min(int(row_begin[0]), end)

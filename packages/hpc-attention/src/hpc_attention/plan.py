@@ -9,7 +9,7 @@ from hpc_common.checks import check_contiguous, check_dtype, check_int, check_sa
 from hpc_common.schedule import DecodeSchedule
 
 from . import _C
-from ._checks import debug_values
+from ._checks import check_memory, debug_values
 from ._cuda import ctas_per_sm, map_updated
 from .library import register
 from .support import DTYPES_16, FP8, MAX_BATCH, MAX_SEQ_LEN, limit_error
@@ -64,8 +64,9 @@ class DecodePlan:
     Attributes: the arguments; ``map`` [map_bytes] uint8 and ``workspace``, on the device; ``batch``, requests of the
     last update; ``rows``, ``min_tiles``, ``partial_slots``, ``workspace_bytes`` as in PlanSizes.
 
-    Raises TypeError for a wrong type or dtype, ValueError for a value out of range, a device that runs no plan, or a
-    workspace too small; the message names argument, expected and got.
+    Raises TypeError for a wrong type or dtype, ValueError for a value out of range, a device that runs no plan, a
+    workspace too small, or under FakeTensorMode (a plan needs memory to write its map to); the message names argument,
+    expected and got.
     """
 
     def __init__(
@@ -102,8 +103,9 @@ class DecodePlan:
             _check_workspace(workspace, self.device, sizes.workspace_bytes)
         self.workspace = workspace
         # An empty batch's map until the first update, so that describe() and decode find a valid one.
-        self.map = torch.zeros(sizes.map_bytes, dtype=torch.uint8)
-        none = torch.empty(0, dtype=torch.int32)
+        # The device is said, for a torch.device context or a default device would otherwise choose another.
+        self.map = check_memory(_WHERE, "device", torch.zeros(sizes.map_bytes, dtype=torch.uint8, device="cpu"))
+        none = torch.empty(0, dtype=torch.int32, device="cpu")
         _C.plan_update_cpu(none.data_ptr(), 0, self.map.data_ptr(), sizes.map_bytes, *self._shape())
         self.map = self.map.to(self.device)
         self.batch = 0
@@ -219,7 +221,7 @@ def _num_ctas(device: torch.device, kv_dtype: torch.dtype, head_dim: int, rows: 
 
 
 def _check_workspace(workspace: Any, device: torch.device, needed: int) -> None:
-    check_tensor(_WHERE, "workspace", workspace)
+    check_memory(_WHERE, "workspace", check_tensor(_WHERE, "workspace", workspace))
     check_same_device(_WHERE, "workspace", workspace, device, "the plan")
     check_contiguous(_WHERE, "workspace", workspace)
     have = workspace.numel() * workspace.element_size()
