@@ -46,3 +46,33 @@ def test_a_plan_without_memory_is_refused() -> None:
         with pytest.raises(ValueError, match=rf"DecodePlan: workspace: expected real memory, got a {kind} tensor"):
             DecodePlan(**SIZES, device="cpu", workspace=workspace)
     DecodePlan(**SIZES, device="cpu", workspace=torch.empty(1 << 20))
+
+
+def test_no_gradient() -> None:
+    """Inputs that require one give the same numbers, and neither results nor ``out`` nor the plan join a graph."""
+    inputs, starts = PROBLEM.make(), torch.tensor([0, 1, 2], dtype=torch.int32)
+    calls = (inputs.run, lambda **changes: run_prefill(inputs, starts, **changes))
+    for run in calls:
+        want = run()
+        learned = {
+            name: tensor.detach().clone().requires_grad_()
+            for name, tensor in dict(q=inputs.q, k_cache=inputs.cache.k_cache, v_cache=inputs.cache.v_cache).items()
+        }
+        scales = dict(k_scale=torch.ones(2, requires_grad=True), v_scale=torch.ones(2, requires_grad=True))
+        out = torch.empty_like(inputs.q)
+        for changes in ({}, {"out": out}, {**scales, "sinks": torch.zeros(4, requires_grad=True)}):
+            result = run(**learned, **changes)
+            assert not any(tensor.requires_grad or tensor.grad_fn for tensor in result)
+            if "sinks" not in changes:
+                assert torch.equal(result[0], want[0]) and torch.equal(result[1], want[1])
+        assert not out.requires_grad and not inputs.plan.workspace.requires_grad
+
+
+def test_no_gradient_compiled() -> None:
+    torch._dynamo.reset()
+    inputs = PROBLEM.make()
+    q = inputs.q.clone().requires_grad_()
+    want = inputs.run()
+    out, lse = torch.compile(lambda q: inputs.run(q=q), fullgraph=True, backend="aot_eager")(q)
+    assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+    assert not out.requires_grad and not lse.requires_grad

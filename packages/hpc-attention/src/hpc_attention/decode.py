@@ -66,7 +66,8 @@ def decode(
         without a kernel; the message names argument, expected and got. Lengths and page ids are checked for CPU
         tensors and, outside a capture, under HPC_DEBUG=1; otherwise the kernel bounds them.
 
-    One call at a time may use a plan: its workspace holds the partial results.
+    One call at a time may use a plan: its workspace holds the partial results. There is no gradient: results never
+    require one, whatever the inputs do.
     """
     checks.check_query(_WHERE, q)
     checks.check_caches(_WHERE, q, k_cache, v_cache, "decode")

@@ -10,10 +10,11 @@ _library = torch.library.Library("hpc_attention", "DEF")
 def register(name: str, schema: str, cpu: Callable[..., None], cuda: Callable[..., None]) -> Callable[..., None]:
     """Define ``hpc_attention::name`` with implementations for CPU and CUDA tensors; returns the operator.
 
-    The operators write into arguments marked mutable and return nothing, so their fake does nothing.
+    The operators write into arguments marked mutable and return nothing, so their fake does nothing. None has a
+    gradient: the kernels record none, and neither does a CPU implementation made of torch's operators.
     """
     _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _library.impl(name, cpu, "CPU")
+    _library.impl(name, torch.no_grad()(cpu), "CPU")
     _library.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"hpc_attention::{name}", _nothing, lib=_library)
     return getattr(torch.ops.hpc_attention, name).default

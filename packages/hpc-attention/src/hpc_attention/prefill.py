@@ -60,6 +60,8 @@ def prefill(
 
     Raises:
         TypeError, ValueError: naming argument, expected and got. Lengths and page ids are checked for CPU tensors.
+
+    There is no gradient: results never require one, whatever the inputs do.
     """
     checks.check_query(_WHERE, q)
     checks.check_caches(_WHERE, q, k_cache, v_cache, "prefill")
