@@ -36,22 +36,37 @@ def _gpu(index: int) -> Capability:
     return Capability(f"cuda:{index}", properties.name, compute, properties.multi_processor_count, usable, reason)
 
 
-def capability(device: torch.device | str | None = None) -> Capability:
-    """The capability of ``device`` (default: the current GPU where there is one, else the CPU), cached per device.
+def as_device(where: str, device: torch.device | str | None) -> torch.device:
+    """``device`` as a torch.device; for None the current GPU where there is one, else the CPU.
 
-    Raises ValueError for a device type other than cpu and cuda, or a GPU that is not there.
+    Raises TypeError for another type, ValueError for a string that names no device of torch's, naming ``where``.
     """
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(device)
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not isinstance(device, torch.device | str):
+        got = f"{type(device).__name__} {device!r}"
+        fail(where, "device", "a torch.device, a device's name or None", got, TypeError)
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        fail(where, "device", 'the name of a device ("cpu", "cuda", "cuda:1")', repr(device))
+
+
+def capability(device: torch.device | str | None = None, where: str = "hpc_common.capability") -> Capability:
+    """The capability of ``device`` (default: the current GPU where there is one, else the CPU), cached per device.
+
+    Raises TypeError for what is no device, ValueError for a device type other than cpu and cuda, or a GPU that is not
+    there; ``where`` is the function named in the message.
+    """
+    device = as_device(where, device)
     if device.type == "cpu":
         return Capability("cpu", "cpu", None, 0, True, "")
     if device.type != "cuda":
-        fail("hpc_common.capability", "device", "cpu or cuda", device)
+        fail(where, "device", "cpu or cuda", device)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
     if index >= count:
-        fail("hpc_common.capability", "device", f"one of {count} visible GPUs", device)
+        fail(where, "device", f"one of {count} visible GPUs", device)
     return _gpu(index)
 
 

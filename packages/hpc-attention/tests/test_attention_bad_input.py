@@ -102,6 +102,22 @@ BAD: list[tuple[str, type[Exception], str, Change]] = [
     ("sm_scale type", TypeError, r"sm_scale: expected a float or None, got str", lambda x: {"sm_scale": "1"}),
     ("sm_scale nan", ValueError, r"sm_scale: expected a finite number, got nan", lambda x: {"sm_scale": float("nan")}),
     ("softcap", ValueError, r"softcap: expected a positive number or None, got 0", lambda x: {"softcap": 0}),
+    ("sm_scale of an int", ValueError, r"sm_scale: expected a number in fp32's range.*got an int of 1329 bits",
+     lambda x: {"sm_scale": 10**400}),
+    ("k_scale of an int", ValueError, r"k_scale: .*fp32's range.*an int of", lambda x: {"k_scale": -(10**400)}),
+    ("v_scale of an int", ValueError, r"v_scale: .*fp32's range.*an int of", lambda x: {"v_scale": 10**5000}),
+    ("softcap of an int", ValueError, r"softcap: .*fp32's range.*an int of", lambda x: {"softcap": 10**400}),
+    ("sm_scale range", ValueError, r"sm_scale: expected a number in fp32's range, at most 3.4028235e\+38 in size",
+     lambda x: {"sm_scale": 1e300}),
+    ("k_scale range", ValueError, r"k_scale: expected a number in fp32's range", lambda x: {"k_scale": -1e39}),
+    ("v_scale range", ValueError, r"v_scale: expected a number in fp32's range", lambda x: {"v_scale": 1e39}),
+    ("softcap range", ValueError, r"softcap: expected a number in fp32's range, at most", lambda x: {"softcap": 1e39}),
+    ("softcap low", ValueError, r"softcap: .*fp32's range, at least 1.17549\d+e-38", lambda x: {"softcap": 1e-45}),
+    ("both scales", ValueError, r"k_scale: expected sm_scale \* k_scale to be a number in fp32's range",
+     lambda x: {"sm_scale": 1e30, "k_scale": 1e30}),
+    ("return_lse", TypeError, r"return_lse: expected a bool, got int 1", lambda x: {"return_lse": 1}),
+    ("return_lse text", TypeError, r"return_lse: expected a bool, got str 'no'", lambda x: {"return_lse": "no"}),
+    ("q_scale type", TypeError, r"q_scale: expected a torch.Tensor, got float", lambda x: {"q_scale": 0.5}),
     ("sinks shape", ValueError, r"sinks: expected shape \[4\], got shape \[5\]",
      lambda x: {"sinks": x.q.new_ones(5).float()}),
     ("sinks dtype", TypeError, r"sinks: expected dtype torch.float32", lambda x: {"sinks": x.q.new_ones(4)}),
@@ -148,6 +164,30 @@ def test_e4m3_query_needs_its_scales_and_an_e4m3_cache(device: str) -> None:
     with pytest.raises(TypeError, match=r"out: expected dtype torch.bfloat16"):
         inputs.run(out=torch.empty_like(inputs.q))
     inputs.check(*inputs.run())
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (ValueError, r"sm_scale: expected a number in fp32's range", {"sm_scale": 1e300}),
+        (ValueError, r"v_scale: expected a number in fp32's range", {"v_scale": 10**400}),
+        (ValueError, r"k_scale: expected sm_scale \* k_scale to be", {"sm_scale": 1e30, "k_scale": 1e30}),
+        (ValueError, r"softcap: expected a number in fp32's range", {"softcap": 1e39}),
+        (TypeError, r"return_lse: expected a bool, got NoneType None", {"return_lse": None}),
+    ],
+)
+def test_prefill_refuses_the_same(error: type[Exception], message: str, options: dict[str, Any]) -> None:
+    inputs = PROBLEM.make()
+    cache, starts = inputs.cache, torch.tensor([0, 1, 2], dtype=torch.int32)
+    arguments = (inputs.q, cache.k_cache, cache.v_cache, cache.page_table, starts, cache.seq_lens, 1)
+    with pytest.raises(error, match=f"^hpc_attention.prefill: {message}"):
+        prefill(*arguments, **options)
+
+
+def test_the_softcaps_at_both_ends_of_fp32_give_numbers() -> None:
+    for softcap in (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max):
+        inputs = replace(PROBLEM, softcap=softcap).make()
+        inputs.check(*inputs.run())
 
 
 def test_unsupported_sizes_name_the_supported_ones() -> None:
@@ -232,3 +272,21 @@ def test_a_device_without_kernel_is_refused_from_the_table(monkeypatch: pytest.M
         assert (reason == "") == rows[feature] and (rows[feature] or reason.startswith(feature))
     monkeypatch.setattr(capability, "capability", lambda device=None: ampere)
     assert "an Ampere GPU" in why_not(device="cuda:0") and "9.0" in why_not(device="cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "message"),
+    [
+        ("gpu", ValueError, r"expected the name of a device .*, got \'gpu\'"),
+        ("cuda:99", ValueError, r"expected one of \d+ visible GPUs, got cuda:99"),
+        ("meta", ValueError, r"expected cpu or cuda, got meta"),
+        (-1, TypeError, r"expected a torch.device, a device's name or None, got int -1"),
+        (b"z", TypeError, r"got bytes b'z'"),
+        (1.5, TypeError, r"got float 1.5"),
+        (True, TypeError, r"got bool True"),
+    ],
+)
+def test_a_plan_says_which_devices_there_are(device: Any, error: type[Exception], message: str) -> None:
+    for make in (DecodePlan, DecodePlan.sizes):
+        with pytest.raises(error, match=rf"^hpc_attention.DecodePlan: device: .*{message}"):
+            make(2, 4, 2, 64, 64, device=device)

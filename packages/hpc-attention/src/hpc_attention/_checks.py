@@ -25,6 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .support import device_refusal, dtype_error, limit_error
 
+_FP32 = torch.finfo(torch.float32)
+_IN_FP32 = f"a number in fp32's range, at most {_FP32.max:.8g} in size"
+
 
 def debug_values() -> bool:
     """Whether lengths and page ids of CUDA tensors are checked on the host too (HPC_DEBUG=1, outside a capture)."""
@@ -81,14 +84,33 @@ def check_page_table(where: str, page_table: torch.Tensor, batch: int, q: torch.
 
 
 def number(where: str, argument: str, value: Any, default: float) -> float:
-    """``value`` as a finite float; ``default`` for None."""
+    """``value`` as a finite float in fp32's range, for the arithmetic is fp32; ``default`` for None."""
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         fail(where, argument, "a float or None", f"{type(value).__name__} {value!r}", TypeError)
-    if not math.isfinite(value):
-        fail(where, argument, "a finite number", value)
-    return float(value)
+    try:
+        result = float(value)
+    except OverflowError:  # an int beyond fp64; its digits may be too many to print
+        fail(where, argument, _IN_FP32, f"an int of {value.bit_length()} bits")
+    if not math.isfinite(result):
+        fail(where, argument, "a finite number", result)
+    if abs(result) > _FP32.max:
+        fail(where, argument, _IN_FP32, result)
+    return result
+
+
+def check_bool(where: str, argument: str, value: Any) -> bool:
+    """``value``, TypeError unless it is a bool."""
+    if not isinstance(value, bool):
+        fail(where, argument, "a bool", f"{type(value).__name__} {value!r}", TypeError)
+    return value
+
+
+def check_factors(where: str, sm_scale: float, k_factor: float) -> None:
+    """The scores are multiplied by both at once."""
+    if abs(sm_scale * k_factor) > _FP32.max:
+        fail(where, "k_scale", f"sm_scale * k_scale to be {_IN_FP32}", f"{sm_scale} * {k_factor}")
 
 
 def check_softcap(where: str, softcap: Any) -> float:
@@ -96,6 +118,8 @@ def check_softcap(where: str, softcap: Any) -> float:
     value = number(where, "softcap", softcap, 0.0)
     if softcap is not None and value <= 0:
         fail(where, "softcap", "a positive number or None", softcap)
+    if softcap is not None and value < _FP32.tiny:  # its reciprocal would be infinite
+        fail(where, "softcap", f"a number in fp32's range, at least {_FP32.tiny:.8g}", softcap)
     return value
 
 
@@ -120,7 +144,8 @@ def check_q_scale(where: str, q_scale: torch.Tensor | None, q: torch.Tensor) -> 
     """q_scale [tokens, Hq] fp32, given exactly where q is e4m3."""
     if q.dtype != torch.float8_e4m3fn:
         if q_scale is not None:
-            fail(where, "q_scale", f"None for a {q.dtype} query", "a tensor" if q_scale.dim() else "a number")
+            check_tensor(where, "q_scale", q_scale)
+            fail(where, "q_scale", f"None for a {q.dtype} query", f"a tensor of {shape_text(q_scale)}")
         return
     if q_scale is None:
         fail(where, "q_scale", f"shape {list(q.shape[:2])} for a {q.dtype} query", None)

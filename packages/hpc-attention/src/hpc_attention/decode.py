@@ -77,8 +77,10 @@ def decode(
     checks.check_q_scale(_WHERE, q_scale, q)
     k_tensor, k_factor = checks.check_scale(_WHERE, "k_scale", k_scale, k_cache, q, per_token=True)
     v_tensor, v_factor = checks.check_scale(_WHERE, "v_scale", v_scale, k_cache, q, per_token=False)
+    checks.check_factors(_WHERE, scale, k_factor)
     cap = checks.check_softcap(_WHERE, softcap)
     checks.check_sinks(_WHERE, sinks, q)
+    checks.check_bool(_WHERE, "return_lse", return_lse)
     if out is not None:
         checks.check_out(_WHERE, out, q)
     window = min(plan.window or 0, plan.max_seq_len)

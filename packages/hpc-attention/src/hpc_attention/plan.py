@@ -207,8 +207,8 @@ class DecodePlan:
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    """``device`` with its index; ValueError where no plan runs."""
-    machine = capability(device)
+    """``device`` with its index; ValueError where no plan runs, TypeError for what is no device."""
+    machine = capability(device, _WHERE)
     if not machine.usable:
         fail(_WHERE, "device", "a CPU or a Hopper GPU", f"{machine.device} ({machine.name}): {machine.reason}")
     return torch.device(machine.device)

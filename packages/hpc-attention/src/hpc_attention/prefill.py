@@ -74,8 +74,10 @@ def prefill(
     scale = checks.number(_WHERE, "sm_scale", sm_scale, head_dim**-0.5)
     k_tensor, k_factor = checks.check_scale(_WHERE, "k_scale", k_scale, k_cache, q, per_token=True)
     v_tensor, v_factor = checks.check_scale(_WHERE, "v_scale", v_scale, k_cache, q, per_token=False)
+    checks.check_factors(_WHERE, scale, k_factor)
     cap = checks.check_softcap(_WHERE, softcap)
     checks.check_sinks(_WHERE, sinks, q)
+    checks.check_bool(_WHERE, "return_lse", return_lse)
     if out is not None:
         checks.check_out(_WHERE, out, q)
     if not torch.compiler.is_compiling():
