@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hpc_moe
 import pytest
 import torch
 
@@ -63,3 +64,12 @@ def test_default_device(moe_case: CaseMaker, kind: Any, tokens: int) -> None:
     with torch.device("meta"):
         got = case.run()
     assert got.device == case.x.device and torch.equal(got, want)
+
+
+def test_workspace_made_in_inference_mode(moe_case: CaseMaker, kind: Any) -> None:
+    case = moe_case(kind, tokens=5)
+    with torch.inference_mode():
+        workspace = hpc_moe.MoeWorkspace(
+            5, 4, 8, 384, 256, hpc_moe.quant.quant_name(case.quant), x_dtype=case.x.dtype, device=case.x.device
+        )
+    assert torch.equal(case.run(workspace=workspace), case.run())

@@ -149,6 +149,8 @@ def test_a_tensor_where_a_router_weight_belongs(device: str) -> None:
         (lambda d: torch.ones((M, N + 1), device=d), ValueError, r"expected shape \[4, 12\], got shape \[4, 13\]"),
         (lambda d: torch.ones((M, 2 * N), device=d)[:, :N], ValueError, "expected a contiguous tensor"),
         (lambda d: torch.ones((N, M), device=d).T, ValueError, "expected a contiguous tensor"),
+        (lambda d: torch.ones((1, N), device=d).expand(M, N), ValueError, "expected a contiguous tensor"),
+        (lambda d: torch.ones(99, device=d).as_strided((M, N), (4, 1)), ValueError, "expected a contiguous tensor"),
         (lambda d: torch.ones((M, N), device="meta"), ValueError, "the device of x.*, got device meta"),
         (lambda d: 1, TypeError, "expected a torch.Tensor, got int"),
     ],
@@ -185,6 +187,8 @@ def test_batch_invariant() -> None:
         (dict(renormalize=1), TypeError, "renormalize: expected a bool, got int 1"),
         (dict(scale="2"), TypeError, "scale: expected a float, got str"),
         (dict(scale=float("nan")), ValueError, "scale: expected a finite float, got nan"),
+        (dict(scale=float("-inf")), ValueError, "scale: expected a finite float, got -inf"),
+        (dict(scale=10**400), ValueError, "scale: expected a finite float, got 1000"),
     ],
 )
 def test_route_options(options: dict, error: type[Exception], message: str) -> None:
@@ -216,6 +220,18 @@ def test_what_nobody_supports_has_a_reason() -> None:
     assert "not torch.float16" in why_not("linear", device="cpu", weight_dtype=torch.float16)
     assert "not 4" in why_not("linear", device="cpu", terms=4)
     assert why_not("linear", device="cpu") == ""
+    assert "not fp32" in why_not("linear", weight_dtype="fp32")
+    with pytest.raises(TypeError, match=r"^hpc_router_gemm.is_supported: operator: expected a str, got list \[1, 2\]"):
+        is_supported([1, 2])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "meta"])
+def test_a_device_that_is_not_there_has_a_reason(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for operator in ("router_gemm", "linear", "route"):
+        assert not is_supported(operator, device=device)
+        assert device in why_not(operator, device=device)
+        assert is_supported(operator) and is_supported(operator, device=None)  # no GPU: the CPU
 
 
 @pytest.mark.gpu

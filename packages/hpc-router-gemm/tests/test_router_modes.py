@@ -80,3 +80,21 @@ def test_default_device(device: str) -> None:
     with torch.device("meta"):
         got = results(*tensors)
     assert_same(got, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weight_made_in_inference_mode(device: str) -> None:
+    x, weight, _ = inputs(device)
+    with torch.inference_mode():
+        w = RouterWeight(weight.clone(), terms=3)
+        w.presplit()
+    assert not w.weight.is_inference() and not w.presplit().is_inference()
+    assert not RouterWeight(torch.nn.Parameter(weight)).weight.requires_grad
+    address, new = w.weight.data_ptr(), weight.flip(0).contiguous()
+    w.update_(new)
+    assert w.weight.data_ptr() == address
+    assert torch.equal(router_gemm(x, w), router_gemm(x, RouterWeight(new, terms=3)))
+    assert torch.equal(w.presplit(), RouterWeight(new, terms=3).presplit())
+    with torch.inference_mode():
+        w.update_(weight)
+    assert torch.equal(router_gemm(x, w), router_gemm(x, RouterWeight(weight, terms=3)))

@@ -1,6 +1,6 @@
 """Argument checks of ``fused_moe``: metadata only, so they also run while torch.compile traces."""
 
-import math
+import sys
 from typing import Any
 
 import torch
@@ -113,7 +113,8 @@ def check_number(name: str, value: Any, positive: bool) -> float:
     """``value`` as a finite float; TypeError for other types, ValueError for a value out of range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         fail(WHERE, name, "a float", f"{type(value).__name__} {value!r}", TypeError)
-    if not -math.inf < value < math.inf or (positive and value <= 0):  # math.isfinite does not trace
+    # Comparisons trace where math.isfinite does not, and refuse an int that no float holds.
+    if not -sys.float_info.max <= value <= sys.float_info.max or (positive and value <= 0):
         fail(WHERE, name, "a positive finite number" if positive else "a finite number", value)
     return float(value)
 
@@ -123,6 +124,13 @@ def check_output(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
     check_dtype(WHERE, name, tensor, (torch.bfloat16,))
     check_shape(WHERE, name, tensor, tuple(x.shape))
     check_strides_16(WHERE, name, tensor)
+
+
+def check_rows_apart(name: str, tensor: torch.Tensor) -> None:
+    """ValueError where rows of a [T, H] tensor share memory, as those of an expanded one do: a result is written."""
+    if tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[1]:
+        expected = f"rows that do not overlap (stride(0) of at least {tensor.shape[1]})"
+        fail(WHERE, name, expected, f"stride {tensor.stride(0)} ({shape_text(tensor)})")
 
 
 def workspace_buffer(workspace: Any) -> torch.Tensor | None:

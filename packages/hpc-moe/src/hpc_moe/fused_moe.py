@@ -57,9 +57,10 @@ def fused_moe(
         batch_invariant: a token's row depends on nothing but itself, whatever shares its batch.
         workspace: a MoeWorkspace or a uint8 tensor of at least ``workspace_bytes``; None: allocated by the call. Its
             contents don't matter before the call and mean nothing after.
-        out: [T, H] bf16 to write to; must not overlap another argument.
+        out: [T, H] bf16 to write to, rows apart; must not overlap another argument.
 
-    Returns out [T, H] bf16; no gradient: it does not require one, whatever the arguments do. The result is bit-identical from run to run, and a row of y is the same on every rank.
+    Returns out [T, H] bf16. The result is bit-identical from run to run, and a row of y is the same on every rank. No
+    gradient: the result does not require one, whatever the arguments do.
 
     Raises TypeError or ValueError, naming the argument, before anything runs: wrong dtype, shape, stride, device, a
     workspace too small, a device without a kernel. Ids outside [-1, num_experts) are an error on the CPU, and on a GPU
@@ -80,6 +81,8 @@ def fused_moe(
     for argument, tensor in (("shared_output", shared_output), ("out", out)):
         if tensor is not None:
             _checks.check_output(argument, tensor, x)
+    if out is not None:
+        _checks.check_rows_apart("out", out)
     buffer = _checks.workspace_buffer(workspace)
     w13_scale = None if quant is None else quant.w13_scale
     w2_scale = None if quant is None else quant.w2_scale

@@ -6,6 +6,7 @@ All scales multiply stored values: value = stored * scale.
 from dataclasses import dataclass
 
 import torch
+from hpc_common.checks import check_int, check_shape, check_tensor, fail, shape_text
 
 E4M3_MAX = 448.0
 # A group whose largest magnitude is below this counts as zero. From here on both amax / 448 and 448 / amax are normal
@@ -71,9 +72,13 @@ def quantize_groups(values: torch.Tensor, group: int) -> tuple[torch.Tensor, tor
 
     Returns e4m3 [rows, n] and fp32 scales [rows, n / group].
     """
+    where = "hpc_moe.quantize_groups"
+    _check_floating(where, "values", values)
+    check_shape(where, "values", values, ("rows", "n"))
+    check_int(where, "group", group, 1, 2**31)
     rows, columns = values.shape
-    if group < 1 or columns % group:
-        raise ValueError(f"hpc_moe.quantize_groups: values: expected a multiple of {group} columns, got {columns}")
+    if columns % group:
+        fail(where, "values", f"a multiple of {group} columns", columns)
     wide = values.float().reshape(rows, columns // group, group)
     amax = wide.abs().amax(dim=2, keepdim=True)
     # The divisor is 1 where the group is zero, so nothing is divided by 0; the factor is then 0.
@@ -91,6 +96,9 @@ def quantize_static(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     Args:
         values: floating point, any shape. scale: [1] fp32; below 2^-126 it counts as 0 and the result is 0.
     """
+    where = "hpc_moe.quantize_static"
+    _check_floating(where, "values", values)
+    _check_floating(where, "scale", scale)
     live = scale >= MIN_SCALE
     factor = torch.where(live, 1.0 / torch.where(live, scale, 1.0), 0.0)
     return _saturate(values.float() * factor)
@@ -105,17 +113,26 @@ def quantize_weight(weight: torch.Tensor, block_rows: int, block_columns: int) -
 
     Returns e4m3 [E, N, K] and fp32 scales [E, N / block_rows, K / block_columns]. A zero block gets scale 0.
     """
+    where = "hpc_moe.quantize_weight"
+    _check_floating(where, "weight", weight)
+    check_shape(where, "weight", weight, ("E", "N", "K"))
+    check_int(where, "block_rows", block_rows, 1, 2**31)
+    check_int(where, "block_columns", block_columns, 1, 2**31)
     experts, rows, columns = weight.shape
     if rows % block_rows or columns % block_columns:
-        raise ValueError(
-            f"hpc_moe.quantize_weight: weight: expected multiples of {block_rows} x {block_columns}, "
-            f"got shape {list(weight.shape)}"
-        )
+        fail(where, "weight", f"multiples of {block_rows} x {block_columns}", shape_text(weight))
     tiles = weight.reshape(experts, rows // block_rows, block_rows, columns // block_columns, block_columns)
     flat = tiles.transpose(2, 3).reshape(-1, block_rows * block_columns)
     q, scale = quantize_groups(flat, block_rows * block_columns)
     shape = (experts, rows // block_rows, columns // block_columns, block_rows, block_columns)
     return q.view(shape).transpose(2, 3).reshape(experts, rows, columns), scale.view(shape[:3])
+
+
+def _check_floating(where: str, argument: str, value: object) -> None:
+    """TypeError unless ``value`` is a floating-point tensor."""
+    tensor = check_tensor(where, argument, value)
+    if not tensor.is_floating_point():
+        fail(where, argument, "a floating-point dtype", tensor.dtype, TypeError)
 
 
 def _saturate(values: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,17 @@ def feature(quant: str, x_dtype: torch.dtype) -> str:
     return f"{_NAMES[quant]}, {'e4m3' if x_dtype == torch.float8_e4m3fn else 'bf16'} x"
 
 
+def check_x_dtype(where: str, quant: object, x_dtype: object) -> None:
+    """ValueError for an unknown ``quant`` or an x dtype that it does not take, TypeError where x_dtype is no dtype."""
+    if quant not in ("none", "block", "tensor"):
+        fail(where, "quant", "none, block or tensor", repr(quant))
+    if not isinstance(x_dtype, torch.dtype):
+        fail(where, "x_dtype", "a torch.dtype", f"{type(x_dtype).__name__} {x_dtype!r}", TypeError)
+    allowed = (torch.bfloat16,) if quant == "none" else (torch.bfloat16, torch.float8_e4m3fn)
+    if x_dtype not in allowed:
+        fail(where, "x_dtype", " or ".join(str(each) for each in allowed), x_dtype)
+
+
 def why_not(
     quant: str = "block", x_dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None
 ) -> str:
@@ -35,14 +46,13 @@ def why_not(
         x_dtype: torch.bfloat16 or torch.float8_e4m3fn (not with "none").
         device: cpu or cuda; None: the current GPU where there is one, else the CPU.
 
-    Raises ValueError for other values.
+    A device that is not there is a reason. Raises ValueError for other values, TypeError where x_dtype is no dtype.
     """
-    if quant not in ("none", "block", "tensor"):
-        fail(_WHERE, "quant", "none, block or tensor", repr(quant))
-    allowed = (torch.bfloat16,) if quant == "none" else (torch.bfloat16, torch.float8_e4m3fn)
-    if x_dtype not in allowed:
-        fail(_WHERE, "x_dtype", " or ".join(str(each) for each in allowed), x_dtype)
-    machine = capability(device)
+    check_x_dtype(_WHERE, quant, x_dtype)
+    try:
+        machine = capability(device)
+    except (ValueError, RuntimeError) as error:  # no such device
+        return str(error)
     return _why_not(SUPPORT, "fused_moe", feature(quant, x_dtype), torch.device(machine.device))
 
 

@@ -1,6 +1,6 @@
 """Argument checks of the public functions. Metadata only, so that they run under torch.compile and on fake tensors."""
 
-import math
+import sys
 from typing import Any
 
 import torch
@@ -97,7 +97,8 @@ def check_route(
     check_flag(where, "renormalize", renormalize)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         fail(where, "scale", "a float", type(scale).__name__, TypeError)
-    if not -math.inf < scale < math.inf:  # a comparison, so that it traces with a symbolic scale
+    # A comparison, so that it traces with a symbolic scale; it refuses an int that no float holds, too.
+    if not -sys.float_info.max <= scale <= sys.float_info.max:
         fail(where, "scale", "a finite float", scale)
 
 

@@ -77,8 +77,9 @@ def router_gemm(
     A NaN or Inf in one row of x stays in that row of the result; one in a weight row stays in that column.
 
     Error, with s the exact error of the split and f = 2^-23 * sqrt(K) * rms(x) * rms(weight row): terms=2 has rms at
-    most 1.15 rms(s) + f and largest at most 1.5 max|s| + 6 f; terms=3 at most a fp32 matmul's. No gradient: the result does not
-    require one, whatever the arguments do.
+    most 1.15 rms(s) + f and largest at most 1.5 max|s| + 6 f; terms=3 at most a fp32 matmul's.
+
+    No gradient: the result does not require one, whatever the arguments do.
 
     The split into bf16 terms follows Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while
     surpassing the FP32 theoretical peak performance" (2022), with rounding in place of scaling.

@@ -3,6 +3,7 @@
 import torch
 from hpc_common.capability import Support
 from hpc_common.capability import why_not as _why_not
+from hpc_common.checks import fail
 
 # One row per operator and kind of weight.
 SUPPORT: tuple[Support, ...] = (
@@ -27,30 +28,37 @@ def feature(weight_dtype: torch.dtype) -> str:
 def why_not(
     operator: str,
     *,
-    device: torch.device | str = "cuda",
+    device: torch.device | str | None = None,
     weight_dtype: torch.dtype = torch.float32,
     terms: int = 2,
 ) -> str:
     """Why ``operator`` ("router_gemm", "linear", "route") does not run so on ``device``; "" where it does.
 
+    device: None is the current GPU where there is one, else the CPU. A device that is not there is a reason.
+
     The reason names the missing kernel, or the device's compute capability and the one needed, or the wrong value.
+    Raises TypeError for an operator that is no string.
     """
+    if not isinstance(operator, str):
+        fail("hpc_router_gemm.is_supported", "operator", "a str", f"{type(operator).__name__} {operator!r}", TypeError)
     if operator not in {row.operator for row in SUPPORT}:
         return f"no operator {operator!r}"
-    if weight_dtype not in _FEATURES:
+    if not isinstance(weight_dtype, torch.dtype) or weight_dtype not in _FEATURES:
         return f"weights are torch.float32 or torch.bfloat16, not {weight_dtype}"
     if terms not in (1, 2, 3):
         return f"terms is 1, 2 or 3, not {terms}"
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return _why_not(SUPPORT, operator, feature(weight_dtype), torch.device(device))
-    except ValueError as error:  # no such device
+    except (ValueError, RuntimeError) as error:  # no such device
         return str(error)
 
 
 def is_supported(
     operator: str,
     *,
-    device: torch.device | str = "cuda",
+    device: torch.device | str | None = None,
     weight_dtype: torch.dtype = torch.float32,
     terms: int = 2,
 ) -> bool:

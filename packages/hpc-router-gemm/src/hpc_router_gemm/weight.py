@@ -49,7 +49,9 @@ class RouterWeight:
         where = "hpc_router_gemm.RouterWeight"
         check_weight(where, "weight", weight)
         check_terms(where, terms)
-        self.weight = weight.detach().clone(memory_format=torch.contiguous_format)
+        # What is made in inference mode can't be written outside it; leaving that mode records gradients again.
+        with torch.inference_mode(False), torch.no_grad():
+            self.weight = weight.new_empty(weight.shape).copy_(weight)
         self.terms = terms if weight.dtype == torch.float32 else 1
         self.updated = True
         self._split: torch.Tensor | None = None
@@ -88,7 +90,8 @@ class RouterWeight:
         Made on the first call and kept in step, in place, by ``update_``.
         """
         if self._split is None:
-            self._split = self.weight.new_empty((self.terms, *self.weight.shape), dtype=torch.bfloat16)
+            with torch.inference_mode(False):
+                self._split = self.weight.new_empty((self.terms, *self.weight.shape), dtype=torch.bfloat16)
             self._fill_split(self._split)
         return self._split
 
