@@ -196,6 +196,10 @@ def test_schedules_are_compared_on_the_same_tiles() -> None:
         ({"lengths": ""}, "--lengths: expected terms"),
         ({"lengths": "0x4K"}, "--lengths: expected 1 to 4096 requests, got 0"),
         ({"lengths": "5000x1"}, "--lengths: expected 1 to 4096 requests, got 5000"),
+        ({"lengths": "99999999x1"}, "--lengths: expected 1 to 4096 requests, got 99999999"),
+        ({"lengths": "9" * 6000}, "--lengths: expected terms of at most 64 characters, got '9{12}[.]{3}9{13}'$"),
+        ({"lengths": "5x1000K"}, "--lengths: expected at most 4,194,304 cached tokens in all, got 5,120,000"),
+        ({"count": 4096}, "--requests: expected at most 4,194,304 cached tokens .* 4,096 requests of 'conversation'"),
         ({"lengths": "4K", "count": 3}, "--requests: --lengths already says"),
         ({"lengths": "4K", "service": "code"}, "expected one of .*got --service and --lengths"),
         ({"service": "code", "trace": pathlib.Path("x")}, "got --service and --trace"),
@@ -217,8 +221,14 @@ def test_batches(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,100,1\n")
     batch = choose_batch(None, file, None, 3, 0)
-    assert batch.lengths == [101] * 3 and "1 requests of t.csv" in batch.source
+    assert batch.lengths == [101] * 3 and "from 1 request of t.csv" in batch.source
     assert batch.describe() == "3 requests of 101 cached tokens, 303 in all"
+    assert Batch([10], "").describe() == "1 request of 10 cached tokens, 10 in all"
+    assert Batch([1, 1], "").describe() == "2 requests of 1 cached token, 2 in all"
+    assert Batch([0, 1], "").describe() == "2 requests of 0 to 1 cached tokens, 1 in all"
+    file.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\nx,{(1 << 20) - 1},1\n")
+    with pytest.raises(InputError, match="--requests: .*5,242,880 in 5 requests drawn from .*t.csv [(]--trace[)]"):
+        choose_batch(None, file, None, 5, 0)
 
 
 def test_too_many_tokens() -> None:
@@ -262,7 +272,31 @@ def test_picture_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
         picture.check_path(tmp_path)
     with pytest.raises(InputError, match="there is no folder"):
         picture.check_path(tmp_path / "none" / "load.png")
+    with pytest.raises(InputError, match="--plot: .*too long"):
+        picture.check_path(tmp_path / ("x" * 300))
+    if pathlib.Path("/proc/self").is_dir():  # no file can be made there, by root neither
+        with pytest.raises(InputError, match="--plot: /proc/load.png"):
+            picture.check_path(pathlib.Path("/proc/load.png"))
+    (tmp_path / "link.png").symlink_to(tmp_path / "target.png")
+    for name in ("load.png", "link.png"):
+        picture.check_path(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["link.png"]
+    (tmp_path / "load.png").write_bytes(b"older")
     picture.check_path(tmp_path / "load.png")
+    assert (tmp_path / "load.png").read_bytes() == b"older"
+
+
+def test_picture_is_refused_before_the_work_or_lost_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(demo, "run", lambda *arguments: pytest.fail("the work began"))
+    assert call(monkeypatch, "demo", "--plot", str(tmp_path / ("x" * 300))) == 2
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(demo, "run", functools.partial(run, shape=SMALL))
+    monkeypatch.setattr(picture, "check_path", lambda path: None)  # as if the folder went away during the work
+    assert call(monkeypatch, "demo", "--lengths", "100", "--plot", str(tmp_path / "none" / "load.png")) == 2
+    out, err = capsys.readouterr()
+    assert "All 5 results" in out and "Picture" not in out and err.count("\n") == 1
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -285,11 +319,12 @@ def test_command_ends_with_0_1_or_2(
     assert call(monkeypatch, "demo", "--lengths", "2x100") == 1
     assert "Out of tolerance: fused_moe" in capsys.readouterr().out
     bad = [["--lengths=-5"], ["--trace", str(tmp_path / "none.csv")], ["--requests", "0"], ["--plot", str(tmp_path)]]
+    bad += [["--requests", "many"], ["--requests", "1_0"], ["--seed", "9" * 6000], ["--requests", "9" * 6000]]
     for arguments in bad:
         assert call(monkeypatch, "demo", *arguments) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith("hpc: ") and err.count("\n") == 1
-    assert call(monkeypatch, "demo", "--requests", "many") == 2
+        assert len(err) < 300
     assert call(monkeypatch, "nothing") == 2
 
 

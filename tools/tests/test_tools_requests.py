@@ -95,7 +95,12 @@ def test_trace_may_have_other_columns_another_order_and_a_mark(tmp_path: pathlib
         (HEAD + "x,1.5,2\n", "ContextTokens: expected a whole number"),
         (HEAD + "x,1\n", "line 2: GeneratedTokens: expected a whole number, got ''"),
         (HEAD + f"x,{MAX_LENGTH},1\n", f"line 2: expected at most {MAX_LENGTH} tokens"),
-        (HEAD + "x,1," + "9" * 5000 + "\n", "line 2: GeneratedTokens"),
+        (HEAD + "x,1," + "9" * 6000 + "\n", "line 2: GeneratedTokens: expected at most 20 digits, got 6000"),
+        (HEAD + "x,1," + "y" * 6000 + "\n", "line 2: GeneratedTokens: expected a whole number, got 'yyy"),
+        (HEAD + "x,1_0,2\n", "line 2: ContextTokens: expected a whole number, got '1_0'"),
+        (HEAD + "x,1,2\nx\0,1,2\n", "line 3: expected text in UTF-8, got a NUL character"),
+        (HEAD + "x" * 200_000 + ",1,2\n", ": field larger than field limit"),
+        ("TIMESTAMP,ContextTokens,ContextTokens,GeneratedTokens\nx,1,2,3\n", "more than once: ContextTokens"),
     ],
 )
 def test_bad_trace_names_file_and_line(tmp_path: pathlib.Path, text: str, message: str) -> None:
@@ -103,6 +108,7 @@ def test_bad_trace_names_file_and_line(tmp_path: pathlib.Path, text: str, messag
     with pytest.raises(InputError) as error:
         read_trace(file)
     assert message in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
+    assert len(str(error.value)) < len(str(file)) + 150
 
 
 def test_trace_that_is_no_text(tmp_path: pathlib.Path) -> None:

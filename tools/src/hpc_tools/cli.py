@@ -1,15 +1,20 @@
 """The command ``hpc``.
 
 Exit status: 0 where everything is right, 1 where a result is out of tolerance (demo), an installed package is broken
-(doctor) or the table is out of date (docs --check), 2 for input that cannot be used, with one line that says why.
+(doctor), the table is out of date (docs --check) or the output cannot be written, 2 for input that cannot be used, with
+one line that says why.
 """
 
 import json
+import os
 import pathlib
+import sys
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from .errors import InputError, whole_number
 
 # Commands import what they need when they run: torch takes seconds, and `hpc --help` should not.
 
@@ -34,8 +39,10 @@ def demo(
     lengths: Annotated[
         str | None, typer.Option(help="Cached tokens of each request, e.g. 1x128K+31x4K.", metavar="LENGTHS")
     ] = None,
-    requests: Annotated[int | None, typer.Option(help="Requests in the batch; 32 unless --lengths is given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the drawn lengths and of all values.")] = 0,
+    requests: Annotated[
+        str | None, typer.Option(help="Requests in the batch; 32 unless --lengths is given.", metavar="INTEGER")
+    ] = None,
+    seed: Annotated[str, typer.Option(help="Of the drawn lengths and of all values.", metavar="INTEGER")] = "0",
     plot: Annotated[
         pathlib.Path | None, typer.Option(help="Write a picture of the load per CTA, PNG.", metavar="PATH")
     ] = None,
@@ -46,18 +53,21 @@ def demo(
     from . import picture, report
     from .progress import BarProgress, Progress
 
-    batch = main_job.choose_batch(service, trace, lengths, requests, seed)
+    # Read here rather than by the parser of options, which takes 1_0 and repeats a number of any length.
+    count = None if requests is None else whole_number(requests, "--requests")
+    seed_number = whole_number(seed, "--seed")
+    batch = main_job.choose_batch(service, trace, lengths, count, seed_number)
     if plot is not None:
         picture.check_path(plot)
     with Progress() if as_json else BarProgress() as progress:
-        result = main_job.run(batch, seed, progress)
-    if plot is not None:
-        picture.draw(plot, result.comparison, f"{batch.describe()}; {batch.source}")
+        result = main_job.run(batch, seed_number, progress)
     if as_json:
         typer.echo(json.dumps(report.as_json(result), indent=1))
     else:
         report.show(result, Console())
-        if plot is not None:
+    if plot is not None:  # after the results: a disk that fills up meanwhile costs the picture alone
+        picture.draw(plot, result.comparison, f"{batch.describe()}; {batch.source}")
+        if not as_json:
             typer.echo(f"Picture: {plot}")
     if not result.ok:
         raise typer.Exit(1)
@@ -95,14 +105,24 @@ def docs(
 
 
 def main() -> None:
-    """Entry point: bad input is one line on standard error and exit status 2."""
-    from .errors import InputError
-
+    """Entry point: bad input is one line on standard error and exit status 2, output that cannot be written 1."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where it can be caught: at exit the interpreter would say it in its own way
     except InputError as error:
         typer.echo(f"hpc: {error}", err=True)
         raise SystemExit(2) from None
+    except OSError as error:
+        if error.errno is None or error.filename is not None:  # not from writing to a stream
+            raise
+        # What is still buffered goes nowhere, or the interpreter tries again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error, BrokenPipeError):  # a reader such as head has enough; nobody wants to hear of it
+            typer.echo(f"hpc: standard output: {error.strerror}", err=True)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

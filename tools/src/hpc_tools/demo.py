@@ -15,13 +15,24 @@ from hpc_common.lengths import format_lengths, parse_lengths
 
 from . import requests, steps
 from .errors import InputError
-from .layer import QWEN3_30B_TP4, Layer, LayerShape, make_layer
+from .layer import MAX_TOKENS, QWEN3_30B_TP4, Layer, LayerShape, make_layer
 from .progress import Progress
 from .schedules import Comparison, compare
 from .steps import Outcome
 
 DEFAULT_REQUESTS = 32
 DEFAULT_SERVICE = "conversation"
+
+
+def _requests(count: int) -> str:
+    return f"{count:,} request" + "s" * (count != 1)
+
+
+def _check_tokens(lengths: list[int], option: str, what: str = "") -> None:
+    """InputError naming ``option`` where ``lengths`` hold more tokens than the demo's batch may."""
+    if sum(lengths) > MAX_TOKENS:
+        got = f"{sum(lengths):,} in {_requests(len(lengths))}{what}"
+        raise InputError(f"{option}: expected at most {MAX_TOKENS:,} cached tokens in all, got {got}")
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,8 @@ class Batch:
         """Number, range and sum of the lengths."""
         low, high, total = min(self.lengths), max(self.lengths), sum(self.lengths)
         span = f"{low:,} to {high:,}" if low != high else f"{low:,}"
-        return f"{len(self.lengths)} requests of {span} cached tokens, {total:,} in all"
+        tokens = "cached token" if span == "1" else "cached tokens"
+        return f"{_requests(len(self.lengths))} of {span} {tokens}, {total:,} in all"
 
 
 def choose_batch(
@@ -56,21 +68,23 @@ def choose_batch(
         if count is not None:
             raise InputError("--requests: --lengths already says how many requests there are")
         try:
-            parsed = parse_lengths(lengths)
+            parsed = parse_lengths(lengths, requests.MAX_LENGTH, (1, requests.MAX_REQUESTS))
         except ValueError as error:
             reason = str(error).split(": ", 2)[-1]  # without function and argument
             negative = " (no length is negative)" if "-" in lengths else ""
             raise InputError(f"--lengths: {reason}{negative}") from None
-        if not 1 <= len(parsed) <= requests.MAX_REQUESTS:
-            raise InputError(f"--lengths: expected 1 to {requests.MAX_REQUESTS} requests, got {len(parsed)}")
+        _check_tokens(parsed, "--lengths")
         return Batch(parsed, f"lengths {format_lengths(parsed)}")
     count = DEFAULT_REQUESTS if count is None else count
     if trace is not None:
         pairs = requests.read_trace(trace)
         drawn = requests.draw_from_trace(pairs, count, seed)
-        return Batch(drawn, f"drawn with seed {seed} from {len(pairs):,} requests of {trace.name}")
+        _check_tokens(drawn, "--requests", f" drawn from {trace} (--trace)")
+        return Batch(drawn, f"drawn with seed {seed} from {_requests(len(pairs))} of {trace.name}")
     service = DEFAULT_SERVICE if service is None else service
-    return Batch(requests.draw(service, count, seed), f"drawn with seed {seed} from the quantiles of '{service}'")
+    drawn = requests.draw(service, count, seed)
+    _check_tokens(drawn, "--requests", f" of '{service}'")
+    return Batch(drawn, f"drawn with seed {seed} from the quantiles of '{service}'")
 
 
 @dataclass

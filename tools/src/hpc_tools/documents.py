@@ -66,5 +66,8 @@ def update(path: pathlib.Path, packages: Iterable[Installed], check: bool = Fals
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     if wanted != text and not check:
-        path.write_text(wanted)
+        try:
+            path.write_text(wanted)
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror or error}") from None
     return wanted != text

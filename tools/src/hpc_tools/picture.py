@@ -1,5 +1,6 @@
 """The demo's picture: what each CTA reads under the dynamic schedule and under the static ones."""
 
+import os
 import pathlib
 
 from .errors import InputError
@@ -10,10 +11,26 @@ _INK, _FAINT = "#22262b", "#8a9099"
 
 
 def check_path(path: pathlib.Path) -> None:
-    """InputError where ``path`` cannot be a new picture: asked before the work, not after it."""
-    if path.is_dir() or not path.parent.is_dir():
-        reason = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+    """InputError where ``path`` cannot be written: asked before the work, not after it. Nothing is left behind.
+
+    A file is opened to append, which asks the system itself (permissions, read-only file systems, name lengths) and
+    changes nothing. Pipes and devices are not opened: that may wait for a reader.
+    """
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
+        reason = "is a folder" if os.path.isdir(path) else f"there is no folder {path.parent}"
         raise InputError(f"--plot: {path}: {reason}")
+    existed = os.path.exists(path)
+    if existed and not os.path.isfile(path):
+        if not os.access(path, os.W_OK):
+            raise InputError(f"--plot: {path}: cannot be written")
+        return
+    try:
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.resolve().unlink()  # resolved: of a link to no file yet, the link stays
+    except OSError as error:
+        raise InputError(f"--plot: {path}: {error.strerror or error}") from None
 
 
 def draw(path: pathlib.Path, comparison: Comparison, subtitle: str) -> None:

@@ -13,10 +13,10 @@ import csv
 import pathlib
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .errors import InputError
+from .errors import InputError, whole_number
 
 MAX_REQUESTS = 4096
 MAX_LENGTH = 1_048_576
@@ -87,29 +87,37 @@ def draw(service: str, count: int, seed: int) -> list[int]:
 
 
 def _tokens(text: str | None, where: str, column: str) -> int:
-    try:
-        value = int((text or "").strip())
-    except ValueError:
-        raise InputError(f"{where}: {column}: expected a whole number, got {(text or '').strip()!r}") from None
+    value = whole_number(text or "", f"{where}: {column}")
     if value < 0:
         raise InputError(f"{where}: {column}: expected no negative number, got {value}")
     return value
+
+
+def _text_lines(lines: Iterable[str], path: pathlib.Path) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        if "\0" in line:
+            raise InputError(f"{path}, line {number}: expected text in UTF-8, got a NUL character")
+        yield line
 
 
 def read_trace(path: pathlib.Path) -> list[tuple[int, int]]:
     """The (context, generated) pairs of a trace: a CSV file with the columns TIMESTAMP, ContextTokens, GeneratedTokens.
 
     Other columns may stand beside them. Raises InputError, naming file and line, for what cannot be read: no such file,
-    no text, a missing column, a number that is negative, no number or beyond 1,048,576 tokens in sum, no request that
-    generated anything.
+    no text, a field too long for CSV, a column missing or there twice, a number that is negative, no number or beyond
+    1,048,576 tokens in sum, no request that generated anything.
     """
     requests = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            reader = csv.DictReader(_text_lines(file, path))
+            names = list(reader.fieldnames or ())
+            missing = [name for name in COLUMNS if name not in names]
             if missing:
                 raise InputError(f"{path}: expected the columns {', '.join(COLUMNS)}; missing: {', '.join(missing)}")
+            repeated = [name for name in COLUMNS if names.count(name) > 1]
+            if repeated:
+                raise InputError(f"{path}: expected each column once; more than once: {', '.join(repeated)}")
             for row in reader:
                 where = f"{path}, line {reader.line_num}"
                 context = _tokens(row["ContextTokens"], where, "ContextTokens")
@@ -119,8 +127,10 @@ def read_trace(path: pathlib.Path) -> list[tuple[int, int]]:
                 requests.append((context, generated))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
         raise InputError(f"{path}: expected a CSV file in UTF-8: {error}") from None
+    except csv.Error as error:
+        raise InputError(f"{path}: expected a CSV file: {error}") from None
     if not any(generated for _, generated in requests):
         raise InputError(f"{path}: expected at least one request with generated tokens, got none in {len(requests)}")
     return requests
