@@ -94,11 +94,14 @@ def lookup(table: Iterable[Support], operator: str, feature: str) -> Support:
 
 
 def why_not(table: Iterable[Support], operator: str, feature: str, device: torch.device) -> str:
-    """Why ``operator`` with ``feature`` does not run on ``device``; "" where it does."""
+    """Why ``operator`` with ``feature`` does not run on ``device`` (also where it is not there); "" where it does."""
     row = lookup(table, operator, feature)
     if device.type == "cpu":
         return "" if row.cpu else (row.note or "no CPU implementation")
-    machine = capability(device)
+    try:
+        machine = capability(device)
+    except ValueError as missing:
+        return str(missing)
     if not machine.usable:
         return f"{machine.device} ({machine.name}) has {machine.reason}"
     return "" if row.cuda else (row.note or "no GPU kernel yet; CPU tensors run")

@@ -132,8 +132,14 @@ BAD: list[tuple[str, type[Exception], str, Change]] = [
     ("out dtype", TypeError, r"out: expected dtype torch.bfloat16, got torch.float32",
      lambda x: {"out": torch.empty_like(x.q, dtype=torch.float32)}),
     ("out shape", ValueError, r"out: expected shape \[2, 4, 64\]", lambda x: {"out": torch.empty_like(x.q)[:1]}),
-    ("out overlap", ValueError, r"out: expected rows that do not overlap, got stride\(0\) 0",
+    ("out overlap", ValueError, r"out: expected rows that do not overlap, got strides \[0, 64, 1\]",
      lambda x: {"out": torch.empty_like(x.q)[:1].expand(2, -1, -1)}),
+    ("out rows overlap", ValueError, r"out: expected rows that do not overlap, got strides \[256, 56, 1\]",
+     lambda x: {"out": torch.empty_like(x.q).as_strided((2, 4, 64), (256, 56, 1))}),
+    ("out tokens overlap", ValueError, r"out: expected rows that do not overlap, got strides \[248, 64, 1\]",
+     lambda x: {"out": torch.empty_like(x.q).as_strided((2, 4, 64), (248, 64, 1))}),
+    ("out heads overlap", ValueError, r"out: expected rows that do not overlap, got strides \[64, 120, 1\]",
+     lambda x: {"out": torch.empty_like(x.q).as_strided((2, 4, 64), (64, 120, 1))}),
     ("out stride", ValueError, r"out: expected stride\(\d\) to be a multiple of 16 bytes",
      lambda x: {"out": odd_rows(x.q)}),
 ]  # fmt: skip
@@ -188,6 +194,16 @@ def test_the_softcaps_at_both_ends_of_fp32_give_numbers() -> None:
     for softcap in (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max):
         inputs = replace(PROBLEM, softcap=softcap).make()
         inputs.check(*inputs.run())
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((2, 4, 64), (64, 128, 1)), ((2, 4, 64), (320, 72, 1)), ((2, 4, 64), (64, 2048, 1))]
+)
+def test_any_out_whose_rows_lie_apart_is_written(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    inputs = PROBLEM.make()
+    out = torch.full((8192,), float("nan"), dtype=BF16).as_strided(shape, strides)
+    _, lse = inputs.run(out=out)
+    inputs.check(out, lse)
 
 
 def test_unsupported_sizes_name_the_supported_ones() -> None:
@@ -290,3 +306,30 @@ def test_a_plan_says_which_devices_there_are(device: Any, error: type[Exception]
     for make in (DecodePlan, DecodePlan.sizes):
         with pytest.raises(error, match=rf"^hpc_attention.DecodePlan: device: .*{message}"):
             make(2, 4, 2, 64, 64, device=device)
+
+
+@pytest.mark.parametrize("name", ["head_dim", "num_q_heads", "num_kv_heads", "page_size", "q_len", "window"])
+def test_is_supported_takes_numbers(name: str) -> None:
+    for value in ("x", 64.0, True):
+        with pytest.raises(
+            TypeError, match=rf"^hpc_attention.is_supported: {name}: expected an int, got {type(value).__name__}"
+        ):
+            is_supported(**{name: value}, device="cpu")
+
+
+def test_is_supported_takes_dtypes_and_devices() -> None:
+    for name in ("q_dtype", "kv_dtype"):
+        with pytest.raises(TypeError, match=rf"is_supported: {name}: expected a torch.dtype, got str 'bf16'"):
+            is_supported(**{name: "bf16"}, device="cpu")
+    with pytest.raises(TypeError, match=r"is_supported: device: expected .*, got int 0"):
+        is_supported(device=0)
+    with pytest.raises(ValueError, match=r"is_supported: device: expected the name of a device .*, got 'gpu'"):
+        is_supported(device="gpu")
+
+
+@pytest.mark.parametrize("operator", ["decode", "prefill"])
+def test_a_device_that_runs_nothing_is_a_reason(operator: str) -> None:
+    for device in ("meta", "cuda:99", *(() if torch.cuda.is_available() else ("cuda",))):
+        assert not is_supported(operator=operator, device=device)
+        assert device in why_not(operator=operator, device=torch.device(device))
+    assert "visible GPUs" in why_not(operator=operator, device="cuda:99")

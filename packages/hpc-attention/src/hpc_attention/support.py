@@ -4,8 +4,9 @@ A row that says ``cuda=True`` has a kernel; a problem runs on a device where eve
 """
 
 import torch
-from hpc_common.capability import Support
+from hpc_common.capability import Support, as_device
 from hpc_common.capability import why_not as _row_why_not
+from hpc_common.checks import check_int, fail
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (1, 16, 32, 64, 128, 256)
@@ -20,6 +21,7 @@ FP8 = torch.float8_e4m3fn
 _SIXTEEN, _FP8_CACHE, _FP8_BOTH = "16-bit query and cache", "16-bit query, e4m3 cache", "e4m3 query and cache"
 _FEW_ROWS, _MORE_ROWS = "up to 32 query rows a KV head", "33 to 128 query rows a KV head"
 _NONE_YET = "no GPU kernel yet; CPU tensors run"
+_WHERE = "hpc_attention.is_supported"
 
 SUPPORT: tuple[Support, ...] = (
     Support("DecodePlan.update", f"up to {MAX_BATCH:,} requests", cuda=True),
@@ -96,8 +98,6 @@ def features(
 
 def device_refusal(operator: str, used: tuple[str, ...], device: torch.device) -> str:
     """Why ``operator`` with all of the features ``used`` does not run on ``device``; "" where it does."""
-    if device.type == "meta":
-        return ""
     if device.type not in ("cpu", "cuda"):
         return f"{device} is neither a CPU nor a CUDA device"
     for feature in used:
@@ -132,10 +132,20 @@ def why_not(
         softcap, sinks, batch_invariant: whether the option is used.
         device: where the tensors lie; default the current GPU where there is one, else the CPU.
 
-    Raises ValueError for an unknown operator.
+    Raises TypeError for an argument of a wrong type, ValueError for an unknown operator or a string that names no
+    device. A device that is not there, or that runs nothing (meta), is a reason.
     """
     if operator not in ("decode", "prefill"):
-        raise ValueError(f"hpc_attention.is_supported: operator: expected decode or prefill, got {operator!r}")
+        fail(_WHERE, "operator", "decode or prefill", repr(operator))
+    for name, dtype in (("q_dtype", q_dtype), ("kv_dtype", kv_dtype)):
+        if not isinstance(dtype, torch.dtype) and (name == "q_dtype" or dtype is not None):
+            fail(_WHERE, name, "a torch.dtype", f"{type(dtype).__name__} {dtype!r}", TypeError)
+    sizes = dict(
+        head_dim=head_dim, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, page_size=page_size, q_len=q_len
+    )
+    for name, value in (*sizes.items(), *((("window", window),) if window is not None else ())):
+        check_int(_WHERE, name, value, -(1 << 63), (1 << 63) - 1)  # the type; the ranges are limit_error's
+    where = as_device(_WHERE, device)
     kv_dtype = q_dtype if kv_dtype is None else kv_dtype
     broken = dtype_error(q_dtype, kv_dtype, operator) or limit_error(
         head_dim=head_dim,
@@ -149,9 +159,7 @@ def why_not(
         return "{}: expected {}, got {}".format(*broken)
     rows = q_len * (num_q_heads // num_kv_heads)
     used = features(operator, q_dtype, kv_dtype, head_dim, rows, window is not None, softcap, sinks, batch_invariant)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return device_refusal(operator, used, torch.device(device))
+    return device_refusal(operator, used, where)
 
 
 def is_supported(**problem: object) -> bool:
