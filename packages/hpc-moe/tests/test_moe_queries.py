@@ -138,3 +138,11 @@ def test_a_device_that_is_not_there_has_a_reason(device: str, monkeypatch: pytes
         assert device in hpc_moe.why_not(quant, device=device)
         assert hpc_moe.is_supported(quant) and hpc_moe.is_supported(quant, device=None)  # no GPU: the CPU
     assert hpc_moe.MoeWorkspace(**SIZES).buffer.device.type == "cpu"
+
+
+@pytest.mark.parametrize(("device", "error"), [("nonsense", ValueError), (3, TypeError), ([1], TypeError)])
+def test_what_is_no_device(device: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^hpc_moe.is_supported: device: expected .*, got "):
+        hpc_moe.is_supported(device=device)
+    with pytest.raises(error, match=r"^hpc_moe.MoeWorkspace: device: expected .*, got "):
+        hpc_moe.MoeWorkspace(**SIZES, device=device)

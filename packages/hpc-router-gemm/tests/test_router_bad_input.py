@@ -248,3 +248,9 @@ def test_a_gpu_without_the_kernel_is_refused() -> None:
         else:
             with pytest.raises(ValueError, match=f"{operator}: device: .*no GPU kernel yet; CPU tensors run"):
                 call()
+
+
+@pytest.mark.parametrize(("device", "error"), [("nonsense", ValueError), (3, TypeError), ([1], TypeError)])
+def test_what_is_no_device(device: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^hpc_router_gemm.is_supported: device: expected .*, got "):
+        is_supported("linear", device=device)

@@ -1,7 +1,7 @@
 """What runs where: the table that the checks, the tests and the README are made from."""
 
 import torch
-from hpc_common.capability import Support, capability, require
+from hpc_common.capability import Support, as_device, require
 from hpc_common.capability import why_not as _why_not
 from hpc_common.checks import fail
 
@@ -46,14 +46,11 @@ def why_not(
         x_dtype: torch.bfloat16 or torch.float8_e4m3fn (not with "none").
         device: cpu or cuda; None: the current GPU where there is one, else the CPU.
 
-    A device that is not there is a reason. Raises ValueError for other values, TypeError where x_dtype is no dtype.
+    A device that is not there, or that runs nothing (meta), is a reason. Raises ValueError for other values and a
+    string that names no device, TypeError for other types.
     """
     check_x_dtype(_WHERE, quant, x_dtype)
-    try:
-        machine = capability(device)
-    except (ValueError, RuntimeError) as error:  # no such device
-        return str(error)
-    return _why_not(SUPPORT, "fused_moe", feature(quant, x_dtype), torch.device(machine.device))
+    return _why_not(SUPPORT, "fused_moe", feature(quant, x_dtype), as_device(_WHERE, device))
 
 
 def is_supported(

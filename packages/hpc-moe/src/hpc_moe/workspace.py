@@ -1,7 +1,7 @@
 """Workspace of ``fused_moe``: sized by a query, owned by the caller, never cleared."""
 
 import torch
-from hpc_common.capability import capability
+from hpc_common.capability import as_device
 from hpc_common.checks import check_int, fail
 
 from . import _C
@@ -87,8 +87,7 @@ class MoeWorkspace:
         nbytes = workspace_bytes(
             max_tokens, top_k, num_local_experts, hidden, intermediate, quant, num_experts, x_dtype, batch_invariant
         )
-        if device is None:
-            device = capability().device
+        device = as_device("hpc_moe.MoeWorkspace", device)
         with torch.inference_mode(False):  # memory made in inference mode could not be written outside it
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
 

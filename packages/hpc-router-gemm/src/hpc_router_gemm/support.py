@@ -1,9 +1,11 @@
 """What runs where: one table for the checks, the tests and the README."""
 
 import torch
-from hpc_common.capability import Support
+from hpc_common.capability import Support, as_device
 from hpc_common.capability import why_not as _why_not
 from hpc_common.checks import fail
+
+_WHERE = "hpc_router_gemm.is_supported"
 
 # One row per operator and kind of weight.
 SUPPORT: tuple[Support, ...] = (
@@ -34,25 +36,22 @@ def why_not(
 ) -> str:
     """Why ``operator`` ("router_gemm", "linear", "route") does not run so on ``device``; "" where it does.
 
-    device: None is the current GPU where there is one, else the CPU. A device that is not there is a reason.
+    device: None is the current GPU where there is one, else the CPU. A device that is not there, or
+    that runs nothing (meta), is a reason.
 
     The reason names the missing kernel, or the device's compute capability and the one needed, or the wrong value.
-    Raises TypeError for an operator that is no string.
+    Raises TypeError for an operator that is no string or a device that is none, ValueError for a string that names no
+    device.
     """
     if not isinstance(operator, str):
-        fail("hpc_router_gemm.is_supported", "operator", "a str", f"{type(operator).__name__} {operator!r}", TypeError)
+        fail(_WHERE, "operator", "a str", f"{type(operator).__name__} {operator!r}", TypeError)
     if operator not in {row.operator for row in SUPPORT}:
         return f"no operator {operator!r}"
     if not isinstance(weight_dtype, torch.dtype) or weight_dtype not in _FEATURES:
         return f"weights are torch.float32 or torch.bfloat16, not {weight_dtype}"
     if terms not in (1, 2, 3):
         return f"terms is 1, 2 or 3, not {terms}"
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return _why_not(SUPPORT, operator, feature(weight_dtype), torch.device(device))
-    except (ValueError, RuntimeError) as error:  # no such device
-        return str(error)
+    return _why_not(SUPPORT, operator, feature(weight_dtype), as_device(_WHERE, device))
 
 
 def is_supported(
