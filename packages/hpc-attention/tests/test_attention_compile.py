@@ -116,6 +116,18 @@ def test_prefill_compiles_as_one_graph() -> None:
     assert torch.equal(out, again) and torch.equal(lse, again_lse)
 
 
+def test_prefill_compiles_with_dynamic_sizes_into_out() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(prefill, fullgraph=True, backend="aot_eager", dynamic=True)
+    for lengths in ((130, 70), (130, 70, 5), (1, 2, 3, 4, 5)):
+        inputs = Problem(lengths, num_q_heads=4, num_kv_heads=2, head_dim=64).make()
+        cache, out = inputs.cache, torch.empty_like(inputs.q)
+        starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+        arguments = (inputs.q, cache.k_cache, cache.v_cache, cache.page_table, starts, cache.seq_lens, 1)
+        _, lse = compiled(*arguments, out=out, return_lse=True, sm_scale=0.125)
+        inputs.check(out, lse)  # one new token a request: the same as decode
+
+
 @pytest.mark.parametrize(("q_dtype", "out_dtype"), [(BF16, BF16), (torch.float16, torch.float16), (FP8, BF16)])
 def test_fake_tensors(q_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     """Shapes, dtypes and checks without memory, as a compiler sees them."""

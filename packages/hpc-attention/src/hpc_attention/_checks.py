@@ -93,10 +93,8 @@ def number(where: str, argument: str, value: Any, default: float) -> float:
         result = float(value)
     except OverflowError:  # an int beyond fp64; its digits may be too many to print
         fail(where, argument, _IN_FP32, f"an int of {value.bit_length()} bits")
-    if not math.isfinite(result):
-        fail(where, argument, "a finite number", result)
-    if abs(result) > _FP32.max:
-        fail(where, argument, _IN_FP32, result)
+    if not abs(result) <= _FP32.max:  # NaN too; isfinite comes second, for a compiler's symbolic float has none
+        fail(where, argument, _IN_FP32 if math.isfinite(result) else "a finite number", result)
     return result
 
 
@@ -176,10 +174,11 @@ def check_out(where: str, out: torch.Tensor, q: torch.Tensor) -> None:
     check_shape(where, "out", out, tuple(q.shape))
     check_strides_16(where, "out", out)
     span = out.shape[2]  # elements that the dimensions so far take up: the next one's stride must clear them
-    for stride, size in sorted((out.stride(dim), out.shape[dim]) for dim in range(2) if out.shape[dim] > 1):
-        if stride < span:
-            fail(where, "out", "rows that do not overlap", f"strides {list(out.stride())} ({shape_text(out)})")
-        span += stride * (size - 1)
+    for dim in (1, 0) if out.stride(1) <= out.stride(0) else (0, 1):
+        if out.shape[dim] > 1:
+            if out.stride(dim) < span:
+                fail(where, "out", "rows that do not overlap", f"strides {list(out.stride())} ({shape_text(out)})")
+            span += out.stride(dim) * (out.shape[dim] - 1)
     check_same_device(where, "out", out, q.device, "q")
 
 
