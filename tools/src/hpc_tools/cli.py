@@ -8,7 +8,6 @@ one line that says why.
 import json
 import os
 import pathlib
-import sys
 from typing import Annotated
 
 import typer
@@ -105,13 +104,13 @@ def docs(
 
 
 def main() -> None:
-    """Entry point: bad input is one line on standard error and exit status 2, output that cannot be written 1."""
+    """Entry point: bad input is one line on standard error and exit status 2, output that cannot be written 1.
+
+    Everything that prints flushes, so errors of writing come from the command itself. A reader that left, such as head,
+    is no error to speak of: Typer and Rich end quietly with 1.
+    """
     try:
-        try:
-            app()
-        finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # here, where it can be caught: at exit the interpreter would say it in its own way
+        app()
     except InputError as error:
         typer.echo(f"hpc: {error}", err=True)
         raise SystemExit(2) from None
@@ -120,8 +119,7 @@ def main() -> None:
             raise
         # What is still buffered goes nowhere, or the interpreter tries again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if not isinstance(error, BrokenPipeError):  # a reader such as head has enough; nobody wants to hear of it
-            typer.echo(f"hpc: standard output: {error.strerror}", err=True)
+        typer.echo(f"hpc: standard output: {error.strerror}", err=True)
         raise SystemExit(1) from None
 
 
