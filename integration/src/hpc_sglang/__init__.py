@@ -2,7 +2,8 @@
 
 from importlib.metadata import version
 
-from .plugin import OPERATORS, Operator, Registration, registrations
+from . import counters
+from .record import Entry, Record
 
 __version__ = version("hpc-sglang")
-__all__ = ["OPERATORS", "Operator", "Registration", "__version__", "registrations"]
+__all__ = ["Entry", "Record", "__version__", "counters"]

@@ -1,59 +1,44 @@
 """The plugin that SGLang loads through the entry point group ``sglang.srt.plugins``.
 
 SGLang calls ``register`` in its launcher before it parses arguments, in ``Engine.__init__`` and first thing in every
-spawned scheduler. It logs and skips a plugin that raises, so this one keeps its own record: what was registered for
-each operator, and why not. In this version nothing is registered; the record says so.
+spawned scheduler. It logs and skips a plugin that raises, so this one never does: each operator is registered by
+itself, and what came of it is in ``hpc_sglang.record.record``.
 
-Neither torch nor an operator is imported here: every process of a server runs this, also those that need neither.
+Neither torch nor an operator is imported by importing this module.
 """
 
-import logging
+import importlib
 import re
 from dataclasses import dataclass
 from importlib import metadata
 
-logger = logging.getLogger("hpc_sglang")
+from .record import ATTENTION, MOE, ROUTER, Record, logger, record
 
 
 @dataclass(frozen=True)
 class Operator:
     """An operator that this package plugs in.
 
-    name: as the log lines call it. distribution: the package that brings it. works_with: versions of it that this
-    hpc-sglang works with, [first, before) as (major, minor); the same range as in this package's metadata.
+    name: as in the record. distribution: the package that brings it. part: the module of this package whose
+    ``register(record)`` plugs it in. works_with: versions of the distribution that this hpc-sglang works with,
+    [first, before) as (major, minor); the same range as in this package's metadata.
     """
 
     name: str
     distribution: str
+    part: str
     works_with: tuple[tuple[int, int], tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class Registration:
-    """What happened to one operator: installed version (None: not installed), whether SGLang uses it now, why not."""
-
-    operator: str
-    distribution: str
-    version: str | None
-    registered: bool
-    reason: str
-
-    def line(self) -> str:
-        """The one line that the log and ``python -m hpc_sglang`` show."""
-        installed = f"{self.distribution} {self.version}" if self.version else self.distribution
-        return f"{self.operator} ({installed}): {'registered' if self.registered else 'not registered'}: {self.reason}"
-
-
 OPERATORS = (
-    Operator("attention", "hpc-attention", ((0, 1), (0, 2))),
-    Operator("router GEMM", "hpc-router-gemm", ((0, 1), (0, 2))),
-    Operator("fused MoE", "hpc-moe", ((0, 1), (0, 2))),
+    Operator(ATTENTION, "hpc-attention", "hpc_sglang.attention", ((0, 1), (0, 2))),
+    Operator(ROUTER, "hpc-router-gemm", "hpc_sglang.router", ((0, 1), (0, 2))),
+    Operator(MOE, "hpc-moe", "hpc_sglang.moe", ((0, 1), (0, 2))),
 )
 
-NOT_YET = "this hpc-sglang registers no operator with SGLang yet"
 
-
-def _installed(distribution: str) -> str | None:
+def installed(distribution: str) -> str | None:
+    """The version of an installed distribution, None where it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -68,28 +53,33 @@ def _works_with(operator: Operator, version: str) -> bool:
     return first <= (int(numbers[1]), int(numbers[2])) < before
 
 
-def registrations() -> list[Registration]:
-    """What ``register`` does for each operator in this environment, in a fixed order. Has no effect."""
-    record = []
+def why_not_installed(operator: Operator) -> str:
+    """Why the operator's package cannot be used here; "" where it is installed in a version this one works with."""
+    version = installed(operator.distribution)
+    if version is None:
+        return f"not installed (pip install {operator.distribution})"
+    if not _works_with(operator, version):
+        (major, minor), (end_major, end_minor) = operator.works_with
+        wanted = f"from {major}.{minor} up to, not including, {end_major}.{end_minor}"
+        return f"{operator.distribution} {version} is installed; this hpc-sglang needs a version {wanted}"
+    return ""
+
+
+def register_operator(operator: Operator, into: Record) -> None:
+    """Plug one operator in, or write down why not. Never raises."""
+    reason = why_not_installed(operator)
+    if reason:
+        into.not_used(operator.name, reason)
+        return
+    try:
+        importlib.import_module(operator.part).register(into)
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        into.not_used(operator.name, f"registering it failed: {type(error).__name__}: {text[0] if text else ''}")
+        logger.exception("hpc-sglang: registering %s failed", operator.name)
+
+
+def register() -> None:
+    """SGLang's entry point: every operator by itself; never raises for one of them."""
     for operator in OPERATORS:
-        version = _installed(operator.distribution)
-        if version is None:
-            reason = f"not installed (pip install {operator.distribution})"
-        elif not _works_with(operator, version):
-            (major, minor), (end_major, end_minor) = operator.works_with
-            reason = f"needs a version from {major}.{minor} up to, not including, {end_major}.{end_minor}"
-        else:
-            reason = NOT_YET
-        record.append(Registration(operator.name, operator.distribution, version, False, reason))
-    return record
-
-
-def register() -> list[Registration]:
-    """SGLang's entry point: registers nothing yet, logs one line for each operator that says so, never raises for one.
-
-    Returns the record that it logged.
-    """
-    record = registrations()
-    for registration in record:
-        logger.info("hpc-sglang: %s", registration.line())
-    return record
+        register_operator(operator, record)
