@@ -131,6 +131,8 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t head_dim, in
   p.scale = softcap > 0 ? sm_scale : sm_scale * hpc::attention::kLog2e;
   p.v_factor = v_factor;
   p.softcap = softcap;
+  p.num_kv_heads = num_kv_heads;
+  p.batch_invariant = batch_invariant;
   p.q_len = q_len;
   p.group = group;
   p.rows = rows;

@@ -9,6 +9,8 @@ namespace hpc::attention {
 
 enum class KvKind : int32_t { kBf16, kFp16, kE4m3 };
 
+constexpr int kDecodeWarps = 8;  // of a CTA
+constexpr int kDecodeThreads = 32 * kDecodeWarps;
 constexpr int kSliceTokens = 16;  // what a warp handles at a time
 constexpr int kRowTile = 8;       // query rows of one tensor-core column tile
 
@@ -23,7 +25,6 @@ struct DecodeProblem {
 struct DecodeConfig {
   int32_t row_tiles;   // row tiles of 8 that a CTA handles at once: 1, 2, 4
   int32_t row_groups;  // CTAs that share a run of tiles, each with its own rows
-  int32_t threads;     // a CTA
   int32_t stages;      // slices of keys and values in flight a warp
   int32_t smem_bytes;  // dynamic shared memory
 };
@@ -37,24 +38,14 @@ constexpr int kv_bytes(KvKind kv) {
 constexpr int kDecodeCtasPerSm = 1;
 constexpr int kDecodeLeastSmem = 116 * 1024;
 
-// Warps of a CTA: many, each with few slices, where the registers of a thread suffice.
-constexpr int decode_warps(int head_dim, int row_tiles) {
-  return head_dim <= 128 && row_tiles == 1 ? 16 : 8;
-}
-
-// Registers of a thread: with 16 warps as many as leave a CTA of the combine kernel its place on the SM.
-constexpr int decode_registers(int head_dim, int row_tiles) {
-  return decode_warps(head_dim, row_tiles) == 16 ? 112 : 255;
-}
-
 // Bytes of keys and values of a slice.
 constexpr int decode_slice_bytes(KvKind kv, int head_dim) {
   return 2 * kSliceTokens * head_dim * kv_bytes(kv);
 }
 
 // Slices in flight a warp: 128 KB a CTA.
-constexpr int decode_stages(KvKind kv, int head_dim, int row_tiles) {
-  const int slices = 128 * 1024 / (decode_slice_bytes(kv, head_dim) * decode_warps(head_dim, row_tiles));
+constexpr int decode_stages(KvKind kv, int head_dim) {
+  const int slices = 128 * 1024 / (decode_slice_bytes(kv, head_dim) * kDecodeWarps);
   return slices < 1 ? 1 : (slices > 4 ? 4 : slices);
 }
 
@@ -78,15 +69,14 @@ struct DecodeSmem {
 };
 constexpr int kDecodeStateBytes = 192;  // a warp
 constexpr DecodeSmem decode_smem(KvKind kv, int head_dim, int row_tiles, int stages, bool per_token_scale) {
-  const int warps = decode_warps(head_dim, row_tiles);
   DecodeSmem smem = {};
-  smem.rings = smem.state + warps * kDecodeStateBytes;
-  smem.merge = smem.rings + warps * stages * decode_slice_bytes(kv, head_dim);
-  smem.pairs = smem.merge + warps * (head_dim / 16) * 36 * 16;
-  smem.query = smem.pairs + warps * 4 * 16;
+  smem.rings = smem.state + kDecodeWarps * kDecodeStateBytes;
+  smem.merge = smem.rings + kDecodeWarps * stages * decode_slice_bytes(kv, head_dim);
+  smem.pairs = smem.merge + kDecodeWarps * (head_dim / 16) * 36 * 16;
+  smem.query = smem.pairs + kDecodeWarps * 4 * 16;
   smem.scales = smem.query;
   if (decode_query_in_smem(head_dim, row_tiles)) smem.scales += row_tiles * (head_dim / 32 * 512 + kRowTile * 4);
-  smem.bytes = smem.scales + (per_token_scale ? warps * stages * kSliceTokens * 4 : 0);
+  smem.bytes = smem.scales + (per_token_scale ? kDecodeWarps * stages * kSliceTokens * 4 : 0);
   return smem;
 }
 
@@ -94,8 +84,7 @@ inline DecodeConfig decode_config(const DecodeProblem& problem) {
   DecodeConfig config = {};
   config.row_tiles = decode_row_tiles(problem.head_dim, problem.rows);
   config.row_groups = ceil_div(problem.rows, kRowTile * config.row_tiles);
-  config.threads = 32 * decode_warps(problem.head_dim, config.row_tiles);
-  config.stages = problem.stages > 0 ? problem.stages : decode_stages(problem.kv, problem.head_dim, config.row_tiles);
+  config.stages = problem.stages > 0 ? problem.stages : decode_stages(problem.kv, problem.head_dim);
   const int used =
       decode_smem(problem.kv, problem.head_dim, config.row_tiles, config.stages, problem.per_token_scale).bytes;
   config.smem_bytes = used > kDecodeLeastSmem ? used : kDecodeLeastSmem;

@@ -240,7 +240,7 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, const DecodeH
 }
 
 template <int kDim>
-__global__ void __launch_bounds__(kCombineThreads, 8) combine_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(kCombineThreads, 6) combine_kernel(const __grid_constant__ DecodeParams p) {
   __shared__ CombineBuffer buffer;
   pdl_trigger();
   const DecodeHeader& header = *p.header;

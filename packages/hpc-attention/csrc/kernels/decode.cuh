@@ -42,13 +42,11 @@ class DecodeWorker {
   static constexpr Half kType = kKind == KvKind::kBf16 ? Half::kBf16 : Half::kFp16;
   static constexpr bool kFp8 = kKind == KvKind::kE4m3;
   static constexpr bool kQueryInSmem = decode_query_in_smem(kDim, kRowTiles);
-  static constexpr int kWarps = decode_warps(kDim, kRowTiles);
-  static constexpr int kThreads = 32 * kWarps;
   static constexpr int kOutTiles = kDim / 16;  // m16 tiles of the output
   static constexpr int kTilePitch = 36 * 16;   // bytes of a merged m16 tile, padded against bank conflicts
   static constexpr DecodeSmem kSmem = decode_smem(kKind, kDim, kRowTiles, kStages, false);
   using Layout = SliceLayout<kKind, kDim>;
-  using Feed = attention::Feed<kKind, kDim, kStages, kWarps>;
+  using Feed = attention::Feed<kKind, kDim, kStages>;
   using Ring = typename Feed::Ring;
 
   __device__ __forceinline__ DecodeWorker(const DecodeParams& p, char* smem)
@@ -93,14 +91,16 @@ class DecodeWorker {
     }
     if (!waited) start();
 
+    peek(cursor);
     while (next()) {
       const int32_t end = state_.span.end();
-      for (int32_t slice = state_.span.template first<kWarps>(warp_); slice < end; slice += kWarps) {
+      for (int32_t slice = state_.span.first(warp_); slice < end; slice += kDecodeWarps) {
         attend(slice * kSliceTokens, ring, feed);
         ring.advance();
       }
       merge();
     }
+    if (warp_ == 0) touch_plan(cta);
   }
 
  private:
@@ -109,11 +109,23 @@ class DecodeWorker {
     pdl_trigger();
   }
 
+  // The next layer's call begins with the same rows of the same plan and page table. The caches' flood may have driven
+  // them from L2: brings them back while nothing waits for them.
+  __device__ __forceinline__ void touch_plan(int32_t cta) {
+    const DecodeCta run = p_.ctas[cta];
+    if (run.count == 0 || p_.capacity == 0) return;
+    const DecodeRequest& request = p_.requests[run.request];
+    const int32_t token = min((request.first_tile + run.tile) * kTileTokens, p_.capacity - 1);
+    const void* lines[4] = {p_.ctas + cta, &request, p_.header,
+                            p_.page_table + run.request * p_.page_table_stride + (token >> p_.page_shift)};
+    if (lane_ < 4) prefetch_l2(lane_ == 0 ? lines[0] : (lane_ == 1 ? lines[1] : (lane_ == 2 ? lines[2] : lines[3])));
+  }
+
   // Goes to the CTA's next piece: loads the query rows and the factors of their scores, and forgets the piece before.
   __device__ __forceinline__ bool next() {
     DecodeCursor cursor = state_.read;
     DecodePiece piece;
-    if (!next_piece(cursor, *p_.header, p_.requests, &piece)) return false;
+    if (!next_piece(cursor, plan_fields(p_), p_.requests, &piece)) return false;
     const DecodeRequest& request = p_.requests[piece.request];
     const TokenRange range = visible_tokens(request, p_);
     const SliceSpan span = slice_span(piece, request.first_tile, range, state_.span.turn + state_.span.count);
@@ -125,6 +137,7 @@ class DecodeWorker {
     }
     __syncwarp();
     load_rows(piece);
+    peek(cursor);
     // Row j sees [end + j - window, end + j); nothing is masked in slices that every row sees whole.
     end_ = range.high - p_.q_len + 1;
     all_from_ = p_.window > 0 ? range.high - p_.window : 0;
@@ -144,8 +157,19 @@ class DecodeWorker {
     return true;
   }
 
+  // Asks for the query rows of the piece that `cursor` comes to next, where registers hold them until then.
+  __device__ __forceinline__ void peek(DecodeCursor cursor) {
+    if constexpr (!kQueryInSmem) {
+      DecodePiece piece;
+      if (!next_piece(cursor, plan_fields(p_), p_.requests, &piece)) return;
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n) {
+        load_query<kKind, kDim>(p_, piece.request, piece.kv_head, first_row_ + kRowTile * n + g_, t_, ahead_[n]);
+      }
+    }
+  }
+
   __device__ __forceinline__ void load_rows(const DecodePiece& piece) {
-    const bool bf16_query = kFp8 && p_.query == QueryKind::kBf16;
     float scale = p_.scale;
     if (p_.k_scale != nullptr && !p_.per_token_scale) scale *= p_.k_scale[piece.kv_head * p_.k_scale_head_stride];
     if constexpr (kQueryInSmem) {
@@ -153,9 +177,9 @@ class DecodeWorker {
       if (warp_ < kRowTiles) {
         uint32_t fragment[kDim / 8];
         float factor;
-        load_query<kKind, kDim>(p_, piece.request, piece.kv_head, first_row_ + kRowTile * warp_ + g_, t_, fragment,
-                                factor);
-        if (bf16_query) scale_query<kDim>(fragment, factor);
+        QueryRow<kDim> query;
+        load_query<kKind, kDim>(p_, piece.request, piece.kv_head, first_row_ + kRowTile * warp_ + g_, t_, query);
+        query_fragment<kKind, kDim>(p_, query, fragment, factor);
 #pragma unroll
         for (int i = 0; i < kDim / 32; ++i) {
           sts128(base_ + kSmem.query + (warp_ * (kDim / 32) + i) * 512 + lane_ * 16,
@@ -168,9 +192,7 @@ class DecodeWorker {
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n) {
         float factor;
-        load_query<kKind, kDim>(p_, piece.request, piece.kv_head, first_row_ + kRowTile * n + g_, t_, fragment_[n],
-                                factor);
-        if (bf16_query) scale_query<kDim>(fragment_[n], factor);
+        query_fragment<kKind, kDim>(p_, ahead_[n], fragment_[n], factor);
         // Lane (g, t) holds row g; scores of rows 2t and 2t + 1 lie in lane (g, t).
         factor_[2 * n] = scale * __shfl_sync(kAllLanes, factor, 8 * t_);
         factor_[2 * n + 1] = scale * __shfl_sync(kAllLanes, factor, 8 * t_ + 4);
@@ -251,7 +273,7 @@ class DecodeWorker {
 #pragma unroll
         for (int n = 0; n < kRowTiles; ++n) {
           uint32_t b0, b1;
-          query_fragment(n, step, b0, b1);
+          key_partner(n, step, b0, b1);
           mma_m16n8k16<kType>(sums[step % kChains][n], a0, a1, a2, a3, b0, b1);
         }
       }
@@ -263,7 +285,8 @@ class DecodeWorker {
     }
   }
 
-  __device__ __forceinline__ void query_fragment(int n, int step, uint32_t& b0, uint32_t& b1) {
+  // The query's fragment of a row tile for one k16 step.
+  __device__ __forceinline__ void key_partner(int n, int step, uint32_t& b0, uint32_t& b1) {
     if constexpr (kQueryInSmem) {
       const uint2 v = lds64(base_ + kSmem.query + (n * (kDim / 32) + step / 2) * 512 + lane_ * 16 + (step & 1) * 8);
       b0 = v.x, b1 = v.y;
@@ -374,9 +397,9 @@ class DecodeWorker {
     const SliceSpan span = state_.span;
     // Not the CTA's first piece: the merge buffer may still be being read.
     const bool later = state_.read.count - state_.read.left != piece.tile_end - piece.tile_begin;
-    const int32_t warps = min(span.count, kWarps);
-    const int32_t lead = span.turn & (kWarps - 1);  // the warp with the piece's first slice
-    const bool mine = span.template place<kWarps>(warp_) < warps;
+    const int32_t warps = min(span.count, kDecodeWarps);
+    const int32_t lead = span.turn & (kDecodeWarps - 1);  // the warp with the piece's first slice
+    const bool mine = span.place(warp_) < warps;
     const int32_t tiles = min(kRowTiles, p_.row_tiles - group_ * kRowTiles);
 #pragma unroll 1
     for (int32_t n = 0; n < tiles; ++n) {
@@ -387,7 +410,7 @@ class DecodeWorker {
         if (mine && i == n) put(i);  // registers have no run-time index
       }
       __syncthreads();
-      for (int32_t position = static_cast<int32_t>(threadIdx.x); position < 2 * kDim; position += kThreads) {
+      for (int32_t position = static_cast<int32_t>(threadIdx.x); position < 2 * kDim; position += kDecodeThreads) {
         float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f), ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
         sum_of_warps(position, lead, warps, o, ml);
         if (piece.whole) {
@@ -428,19 +451,21 @@ class DecodeWorker {
     const int32_t d = 2 * (position >> 2);
     const int32_t tile = d / (8 * kElements) * (kElements / 2) + d % kElements / 2;
     const uint32_t inside = tile * kTilePitch + (4 * (d / kElements % 8) + (position & 3)) * 16;
-    const uint32_t pairs = base_ + kSmem.pairs + (position & 3) * 16;
-#pragma unroll 4
-    for (int32_t i = 0; i < warps; ++i) {
-      const float4 x = lds_float4(pairs + ((lead + i) & (kWarps - 1)) * 64);
-      ml.x = fmaxf(ml.x, x.x), ml.z = fmaxf(ml.z, x.z);
+    float4 pairs[kDecodeWarps];
+#pragma unroll
+    for (int i = 0; i < kDecodeWarps; ++i) {
+      pairs[i] = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
+      const int32_t warp = (lead + i) & (kDecodeWarps - 1);
+      if (i < warps) pairs[i] = lds_float4(base_ + kSmem.pairs + (warp * 4 + (position & 3)) * 16);
+      ml.x = fmaxf(ml.x, pairs[i].x), ml.z = fmaxf(ml.z, pairs[i].z);
     }
-#pragma unroll 4
-    for (int32_t i = 0; i < warps; ++i) {
-      const int32_t warp = (lead + i) & (kWarps - 1);
-      const float4 x = lds_float4(pairs + warp * 64);
+#pragma unroll
+    for (int i = 0; i < kDecodeWarps; ++i) {
+      if (i >= warps) break;
+      const int32_t warp = (lead + i) & (kDecodeWarps - 1);
       const float4 v = lds_float4(base_ + kSmem.merge + warp * kOutTiles * kTilePitch + inside);
-      const float f0 = exp2_approx(x.x - ml.x), f1 = exp2_approx(x.z - ml.z);
-      ml.y += x.y * f0, ml.w += x.w * f1;
+      const float f0 = exp2_approx(pairs[i].x - ml.x), f1 = exp2_approx(pairs[i].z - ml.z);
+      ml.y += pairs[i].y * f0, ml.w += pairs[i].w * f1;
       o.x += v.x * f0, o.y += v.y * f1, o.z += v.z * f0, o.w += v.w * f1;
     }
   }
@@ -475,16 +500,17 @@ class DecodeWorker {
   uint32_t row_tokens_ = 0;       // token of the request of rows 2t and 2t + 1 of each row tile, 4 bits each
 
   uint32_t fragment_[kQueryInSmem ? 1 : kRowTiles][kDim / 8];
-  float factor_[kQueryInSmem ? 1 : 2 * kRowTiles];  // of the scores of rows 2t and 2t + 1
-  float reference_[2 * kRowTiles];                  // of the softmax, log2
-  float sum_[2 * kRowTiles];                        // of this lane's probabilities
+  QueryRow<kDim> ahead_[kQueryInSmem ? 1 : kRowTiles];  // the next piece's query
+  float factor_[kQueryInSmem ? 1 : 2 * kRowTiles];      // of the scores of rows 2t and 2t + 1
+  float reference_[2 * kRowTiles];                      // of the softmax, log2
+  float sum_[2 * kRowTiles];                            // of this lane's probabilities
   float out_[kOutTiles][kRowTiles][4];
   int32_t end_;       // one past the last token that row 0 sees
   int32_t all_from_;  // first token that the last row sees
 };
 
 template <KvKind kKind, int kDim, int kRowTiles, int kStages>
-__global__ void __maxnreg__(decode_registers(kDim, kRowTiles)) decode_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) char smem[];
   DecodeWorker<kKind, kDim, kRowTiles, kStages>(p, smem).run();
 }

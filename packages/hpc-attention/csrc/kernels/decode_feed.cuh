@@ -3,12 +3,20 @@
 #pragma once
 
 #include "../config/decode.hpp"
-#include "decode_params.cuh"
+#include "decode_query.cuh"
 #include "hpc/fifo.cuh"
 
 namespace hpc::attention {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
+
+// The fields of the map's header that next_piece reads, without a trip to memory.
+__device__ __forceinline__ DecodeHeader plan_fields(const DecodeParams& p) {
+  DecodeHeader header = {};
+  header.num_kv_heads = p.num_kv_heads;
+  header.batch_invariant = p.batch_invariant;
+  return header;
+}
 
 // First tokens any row sees and one past the last, of a request's row of the map.
 struct TokenRange {
@@ -21,7 +29,7 @@ __device__ __forceinline__ TokenRange visible_tokens(const DecodeRequest& reques
   return {low, high};
 }
 
-// The slices (of 16 tokens, counted from position 0) of a piece; a warp takes every kWarps-th, from first(warp) on. The
+// The slices (of 16 tokens, counted from position 0) of a piece; a warp takes every eighth, from first(warp) on. The
 // slices of a CTA's pieces are dealt out in one round, so that many short pieces keep every warp busy; the order of the
 // slices inside a piece, and of the warps that share them, does not depend on where the round stands.
 struct SliceSpan {
@@ -31,14 +39,8 @@ struct SliceSpan {
 
   __device__ __forceinline__ int32_t end() const { return begin + count; }
   // The warp's place in the piece's order, and its first slice.
-  template <int kWarps>
-  __device__ __forceinline__ int32_t place(int32_t warp) const {
-    return (warp - turn) & (kWarps - 1);
-  }
-  template <int kWarps>
-  __device__ __forceinline__ int32_t first(int32_t warp) const {
-    return begin + place<kWarps>(warp);
-  }
+  __device__ __forceinline__ int32_t place(int32_t warp) const { return (warp - turn) & (kDecodeWarps - 1); }
+  __device__ __forceinline__ int32_t first(int32_t warp) const { return begin + place(warp); }
 };
 
 __device__ __forceinline__ SliceSpan slice_span(const DecodePiece& piece, int32_t first_tile, const TokenRange& range,
@@ -115,7 +117,7 @@ struct alignas(16) WarpState {
 };
 static_assert(sizeof(WarpState) <= kDecodeStateBytes);
 
-template <KvKind kKind, int kDim, int kStages, int kWarps>
+template <KvKind kKind, int kDim, int kStages>
 class Feed {
  public:
   using Layout = SliceLayout<kKind, kDim>;
@@ -157,7 +159,7 @@ class Feed {
       } else {
         push_tokens<true>(p_.v, ring.at() + Layout::kValuesAt);
       }
-      slice_ += kWarps;
+      slice_ += kDecodeWarps;
       ++index_;
       if (slice_ >= end_) advance_block();
     }
@@ -237,12 +239,13 @@ class Feed {
       cursor = state_.feed;
       turn = state_.feed_turn;
       DecodePiece piece;
-      while (slice >= end && next_piece(cursor, *p_.header, p_.requests, &piece)) {
+      while (slice >= end && next_piece(cursor, plan_fields(p_), p_.requests, &piece)) {
         const DecodeRequest& row = p_.requests[piece.request];
         const TokenRange range = visible_tokens(row, p_);
         const SliceSpan span = slice_span(piece, row.first_tile, range, turn);
+        if (warp_ == 0) prefetch_query<kKind, kDim>(p_, piece.request, piece.kv_head, lane_);
         turn += span.count;
-        slice = span.first<kWarps>(warp_);
+        slice = span.first(warp_);
         end = span.end();
         low = range.low;
         high = range.high;
@@ -251,9 +254,9 @@ class Feed {
       }
     }
     const bool one_token_pages = p_.page_shift == 0;
-    const int32_t slices = kWarps * (one_token_pages ? 2 : 32);
+    const int32_t slices = kDecodeWarps * (one_token_pages ? 2 : 32);
     const int32_t block_end = min(end, slice + slices);
-    const int32_t mine = slice + kWarps * (one_token_pages ? lane_ >> 4 : lane_);
+    const int32_t mine = slice + kDecodeWarps * (one_token_pages ? lane_ >> 4 : lane_);
     const int32_t token = mine * kSliceTokens + (one_token_pages ? lane_ & 15 : 0);
     next_ids_ = 0;
     if (mine < block_end && token < high && (!one_token_pages || token >= low)) {

@@ -59,9 +59,10 @@ struct DecodeParams {
   float4* partial;     // [slots][row tiles][2 D]: see position_of() in decode_merge.cuh
   float4* partial_ml;  // [slots][row tiles][4]: (max, sum) of rows 2t and 2t + 1
 
-  float scale;         // sm_scale times k_scale where that is a number; times log2(e) without softcap
-  float v_factor;      // v_scale where that is a number
-  float softcap;       // 0: none
+  float scale;     // sm_scale times k_scale where that is a number; times log2(e) without softcap
+  float v_factor;  // v_scale where that is a number
+  float softcap;   // 0: none
+  int32_t num_kv_heads;
   int32_t q_len;       // 1 .. 8
   int32_t group;       // query heads a KV head, 1 .. 16
   int32_t rows;        // q_len * group
@@ -69,6 +70,7 @@ struct DecodeParams {
   int32_t row_groups;  // CTAs that share a run of tiles
   int32_t window;      // 0: none
   QueryKind query;
+  bool batch_invariant;
   bool out_fp16;         // else bf16
   bool per_token_scale;  // k_scale is per token
   bool early;            // the plan and the cache's older tokens are not written by the kernel just before

@@ -3,6 +3,7 @@
 
 #include "../config/decode.hpp"
 #include "decode_params.cuh"
+#include "hpc/fifo.cuh"
 #include "hpc/fp8.cuh"
 #include "hpc/mma.cuh"
 
@@ -23,52 +24,59 @@ __device__ __forceinline__ uint32_t scaled_half2(uint32_t bf16x2, float power) {
   return pack_half2<Half::kFp16>(__uint_as_float(bf16x2 << 16) * power, __uint_as_float(bf16x2 & 0xffff0000u) * power);
 }
 
-// Lane (g, t) loads its part of row g of a row tile: kDim / 8 registers, two for each 16 of k. `factor` belongs to row
-// g and multiplies its scores. A bf16 query against an e4m3 cache is multiplied by the power of two that brings the
-// row's largest element into [2^14, 2^15) and rounded to fp16: exact for elements down to 2^-31 of the largest.
+// A lane's part of a query row as it lies in memory: lane (g, t) of a row tile takes the elements of row g that belong
+// to the keys' 16-byte columns t + 4 j. `factor` multiplies the row's scores.
+template <int kDim>
+struct QueryRow {
+  uint32_t words[kDim / 8];  // 16-bit pairs; of an e4m3 query the first half, four elements a word
+  float factor;
+};
+
+// Loads row `row` of a (request, KV head); zeros where there is none. Nothing is done with what is loaded, so it may
+// arrive while other work goes on.
 template <KvKind kKind, int kDim>
 __device__ __forceinline__ void load_query(const DecodeParams& p, int32_t request, int32_t kv_head, int32_t row,
-                                           int32_t t, uint32_t (&fragment)[kDim / 8], float& factor) {
-  factor = 1.0f;
-  if (row >= p.rows) {
+                                           int32_t t, QueryRow<kDim>& query) {
+  query.factor = 1.0f;
 #pragma unroll
-    for (int i = 0; i < kDim / 8; ++i) fragment[i] = 0;
-    return;
-  }
+  for (int i = 0; i < kDim / 8; ++i) query.words[i] = 0;
+  if (row >= p.rows) return;
   const RowPlace place = row_place(p, kv_head, row);
   const int64_t token = static_cast<int64_t>(request) * p.q_len + place.token;
   const int64_t element = token * p.q_token_stride + place.head * p.q_head_stride;
-  if constexpr (kKind != KvKind::kE4m3) {
-    const char* source = p.q + 2 * element;
+  const auto load = [&](int at, const char* source) {
+    const uint4 v = *reinterpret_cast<const uint4*>(source);
+    query.words[at] = v.x, query.words[at + 1] = v.y, query.words[at + 2] = v.z, query.words[at + 3] = v.w;
+  };
+  if (kKind == KvKind::kE4m3 && p.query == QueryKind::kE4m3) {
+    const char* source = p.q + element + 16 * t;
 #pragma unroll
-    for (int chunk = 0; chunk < kDim / 32; ++chunk) {
-      const uint4 v = *reinterpret_cast<const uint4*>(source + 16 * (t + 4 * chunk));
-      fragment[4 * chunk] = v.x, fragment[4 * chunk + 1] = v.y;
-      fragment[4 * chunk + 2] = v.z, fragment[4 * chunk + 3] = v.w;
-    }
-  } else if (p.query == QueryKind::kE4m3) {
-    const char* source = p.q + element;
+    for (int chunk = 0; chunk < kDim / 64; ++chunk) load(4 * chunk, source + 64 * chunk);
+    query.factor = p.q_scale[token * p.q_scale_token_stride + place.head * p.q_scale_head_stride];
+  } else if constexpr (kKind == KvKind::kE4m3) {  // a column of 16 keys' elements is 32 bytes of the query
+    const char* source = p.q + 2 * element + 32 * t;
 #pragma unroll
     for (int chunk = 0; chunk < kDim / 64; ++chunk) {
-      const uint4 v = *reinterpret_cast<const uint4*>(source + 16 * (t + 4 * chunk));
-      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        e4m3x4_to_half2x2(words[i], fragment[8 * chunk + 2 * i], fragment[8 * chunk + 2 * i + 1]);
-      }
+      load(8 * chunk, source + 128 * chunk);
+      load(8 * chunk + 4, source + 128 * chunk + 16);
     }
-    factor = p.q_scale[token * p.q_scale_token_stride + place.head * p.q_scale_head_stride];
   } else {
-    const char* source = p.q + 2 * element;
+    const char* source = p.q + 2 * element + 16 * t;
 #pragma unroll
-    for (int chunk = 0; chunk < kDim / 64; ++chunk) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 v = *reinterpret_cast<const uint4*>(source + 32 * (t + 4 * chunk) + 16 * half);
-        const int at = 8 * chunk + 4 * half;
-        fragment[at] = v.x, fragment[at + 1] = v.y, fragment[at + 2] = v.z, fragment[at + 3] = v.w;
-      }
-    }
+    for (int chunk = 0; chunk < kDim / 32; ++chunk) load(4 * chunk, source + 64 * chunk);
+  }
+}
+
+// Brings a (request, KV head)'s query rows into L2, before the flood of keys and values behind which they would wait.
+template <KvKind kKind, int kDim>
+__device__ __forceinline__ void prefetch_query(const DecodeParams& p, int32_t request, int32_t kv_head, int32_t lane) {
+  const int32_t bytes = kKind == KvKind::kE4m3 && p.query == QueryKind::kE4m3 ? 1 : 2;
+  const int32_t lines = (kDim * bytes + 127) / 128;  // of a row
+  for (int32_t i = lane; i < p.rows * lines; i += 32) {
+    const RowPlace place = row_place(p, kv_head, i / lines);
+    const int64_t token = static_cast<int64_t>(request) * p.q_len + place.token;
+    const int64_t element = token * p.q_token_stride + place.head * p.q_head_stride;
+    prefetch_l2(p.q + element * bytes + 128 * (i % lines));
   }
 }
 
@@ -88,6 +96,25 @@ __device__ __forceinline__ void scale_query(uint32_t (&fragment)[kDim / 8], floa
   factor = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
 #pragma unroll
   for (int i = 0; i < kDim / 8; ++i) fragment[i] = scaled_half2(fragment[i], power);
+}
+
+// Makes fragments of loaded rows: two registers for each 16 of k. All lanes call it together. A bf16 query against an
+// e4m3 cache is multiplied by the power of two that brings the row's largest element into [2^14, 2^15) and rounded to
+// fp16: exact for elements down to 2^-31 of the largest.
+template <KvKind kKind, int kDim>
+__device__ __forceinline__ void query_fragment(const DecodeParams& p, const QueryRow<kDim>& query,
+                                               uint32_t (&fragment)[kDim / 8], float& factor) {
+  factor = query.factor;
+#pragma unroll
+  for (int i = 0; i < kDim / 8; ++i) fragment[i] = query.words[i];
+  if constexpr (kKind == KvKind::kE4m3) {
+    if (p.query == QueryKind::kBf16) {
+      scale_query<kDim>(fragment, factor);
+    } else if (p.query == QueryKind::kE4m3) {
+#pragma unroll
+      for (int i = 0; i < kDim / 16; ++i) e4m3x4_to_half2x2(query.words[i], fragment[2 * i], fragment[2 * i + 1]);
+    }
+  }
 }
 
 }  // namespace hpc::attention

@@ -22,7 +22,7 @@ DecodeKernel find_kernel(const DecodeProblem& problem, const DecodeConfig& confi
 
 int decode_ctas_per_sm(const DecodeProblem& problem) {
   const DecodeConfig config = decode_config(problem);
-  const int resident = resident_ctas_per_sm(find_kernel(problem, config), config.threads, config.smem_bytes);
+  const int resident = resident_ctas_per_sm(find_kernel(problem, config), kDecodeThreads, config.smem_bytes);
   check(resident > 0, "hpc_attention.decode", "device", text(config.smem_bytes, " bytes of shared memory a block"),
         "less");
   return std::min(resident, kDecodeCtasPerSm);
@@ -33,7 +33,7 @@ void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int
   const DecodeConfig config = decode_config(problem);
   launch(find_kernel(problem, config),
          LaunchConfig{.grid = dim3(static_cast<unsigned>(num_ctas * config.row_groups)),
-                      .block = dim3(static_cast<unsigned>(config.threads)),
+                      .block = dim3(kDecodeThreads),
                       .smem_bytes = config.smem_bytes,
                       .stream = stream},
          params);

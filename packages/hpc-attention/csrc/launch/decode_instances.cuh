@@ -6,15 +6,12 @@
 
 namespace hpc::attention {
 
-template <KvKind kKind, int kDim, int kRowTiles, int kStages = decode_stages(kKind, kDim, kRowTiles)>
+template <KvKind kKind, int kDim, int kRowTiles, int kStages = decode_stages(kKind, kDim)>
 constexpr DecodeKernel kDecodeInstance = decode_kernel<kKind, kDim, kRowTiles, kStages>;
 
 template <KvKind kKind>
 DecodeKernel decode_instance(int32_t head_dim, int32_t row_tiles, int32_t stages) {
-  // Another depth for the commonest shape, for measurements.
-  if (kKind == KvKind::kE4m3 && head_dim == 128 && row_tiles == 1 && stages == 1)
-    return kDecodeInstance<kKind, 128, 1, 1>;
-  if (stages != decode_stages(kKind, head_dim, row_tiles)) return nullptr;
+  if (stages != decode_stages(kKind, head_dim)) return nullptr;
   switch (head_dim) {
     case 64:
       return row_tiles == 1   ? kDecodeInstance<kKind, 64, 1>

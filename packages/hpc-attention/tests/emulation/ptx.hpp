@@ -22,6 +22,8 @@ inline void pdl_wait() {
 }
 inline void pdl_trigger() {}
 
+inline void prefetch_l2(const void*) {}
+
 // fifo.cuh
 using emulation::shared_address;
 inline void cp_async16(uint32_t shared, const void* global, int bytes) {

@@ -124,17 +124,27 @@ __device__ __forceinline__ void produce_tiles(const TileParams& p, int warp, con
                 k0 + i * kTileStageK, token0);
   };
 
+  // Weights requested before the tokens of the first stage: all where the call starts under its predecessor; else few,
+  // or the first tokens would queue behind them.
+  constexpr int kAhead = Shape::kConsumers == 1 ? kTileMaxStages : 2;
   const int early = min(p.stages, total);
+  const int ahead = min(early, kAhead);
   if (!p.prefetch) pdl_wait();
 #pragma unroll 1
-  for (int i = warp; i < early; i += kProducers) {
+  for (int i = warp; i < ahead; i += kProducers) {
     mbarrier_arrive_expect_tx(memory.full + i * 8, Shape::kStageBytes);
     load_weight(i, i);
   }
   if (p.prefetch) pdl_wait();
   pdl_trigger();
 #pragma unroll 1
-  for (int i = warp; i < early; i += kProducers) load_x(i, i);
+  for (int i = warp; i < early; i += kProducers) {
+    if (i >= ahead) {
+      mbarrier_arrive_expect_tx(memory.full + i * 8, Shape::kStageBytes);
+      load_weight(i, i);
+    }
+    load_x(i, i);
+  }
   // A slot is always refilled by the same thread: waiting by parity, it must not miss a phase of it.
   uint32_t phase = 0;
 #pragma unroll 1
@@ -169,9 +179,9 @@ __device__ __forceinline__ void load_fragment(uint32_t weights, uint32_t lane_of
   }
 }
 
-// A consumer warpgroup's part of the products, in sum[].
-template <int WM, int WK, int NT, Weight kWeight>
-__device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int wk, const TileMemory& memory,
+// The products of consumer (wm, wk), in sum[].
+template <int WM, int WK, int NT, Weight kWeight, int wk>
+__device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, const TileMemory& memory,
                                                float (&sum)[NT / 2]) {
   using Shape = TileShape<WM, WK, NT, kWeight>;
   constexpr int kTerms = Shape::kTerms;
@@ -373,7 +383,11 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kWeight>::kThreads, Tile
   pdl_wait();
   pdl_trigger();
   float sum[NT / 2];
-  multiply_tiles<WM, WK, NT, kWeight>(p, group % WM, group / WM, memory, sum);
+  if (WK == 1 || group / WM == 0) {
+    multiply_tiles<WM, WK, NT, kWeight, 0>(p, group % WM, memory, sum);
+  } else {
+    multiply_tiles<WM, WK, NT, kWeight, WK - 1>(p, group % WM, memory, sum);
+  }
 
   int tid;  // anew: no register holds it during the products
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
