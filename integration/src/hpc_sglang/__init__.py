@@ -2,8 +2,7 @@
 
 from importlib.metadata import version
 
-from . import counters
 from .record import Entry, Record
 
 __version__ = version("hpc-sglang")
-__all__ = ["Entry", "Record", "__version__", "counters"]
+__all__ = ["Entry", "Record", "__version__"]

@@ -1,15 +1,42 @@
 """Everything that depends on SGLang's version, and nothing else does.
 
-Supported: 0.5.17 to 0.5.23. For any other version each name is looked for where the nearest supported one keeps it, and
+Supported: 0.5.17 to 0.5.23. For any other version each name is looked for where a supported one keeps it, and
 ``Missing`` says what was not found; a newer version whose names have not moved therefore works.
 """
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import pathlib
 import re
+import sys
+from collections.abc import Callable
 from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
+
+# Where things are: the newest version's place first.
+LINEAR_BF16_FP32 = (
+    "sglang.kernels.ops.gemm.bf16_fp32",  # 0.5.21
+    "sglang.kernels.ops.attention.dsv4.gemm",
+)
+WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+# Methods of WeightUpdater after which weights may be others than before. 0.5.17 has update_weights_from_distributed;
+# later ones load a broadcast in steps of their own.
+WEIGHT_UPDATES = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "load_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "end_weight_update",
+)
+MODEL_RUNNER = "sglang.srt.model_executor.model_runner"
+# Methods of ModelRunner that leave it with weights; the second one where weights arrive later than the model (0.5.23).
+MODEL_LOADS = ("load_model", "finalize_startup_weight_load")
 
 
 class Missing(ImportError):
@@ -42,7 +69,7 @@ def version_note() -> str:
 
 
 def find(*paths: str) -> Any:
-    """The first of ``paths`` ("package.module:name.attribute") that exists.
+    """The first of ``paths`` ("package.module:name.attribute", or a module) that exists.
 
     Raises Missing, naming all of them and the installed version, where none does.
     """
@@ -58,67 +85,131 @@ def find(*paths: str) -> Any:
     raise Missing(f"sglang {sglang_version()} has no {' or '.join(paths)}")
 
 
-def hook(kind: str, target: str, function: Any) -> None:
-    """Hook ``function`` on ``target`` ("package.module.Class.method"); kind: before, after, around or replace.
+def find_module(*names: str) -> str:
+    """The first of these module names that the installed SGLang has, found by its file: nothing is imported.
 
-    SGLang applies hooks once every plugin has run. Raises Missing where SGLang has no hook registry.
+    Raises Missing where there is none.
     """
-    registry = find("sglang.srt.plugins.hook_registry:HookRegistry")
-    kinds = find("sglang.srt.plugins.hook_registry:HookType")
-    registry.register(target, function, kinds(kind))
+    package = find("sglang")
+    for name in names:
+        path = pathlib.Path(package.__path__[0], *name.split(".")[1:])
+        if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file():
+            return name
+    raise Missing(f"sglang {sglang_version()} has no module {' or '.join(names)}")
 
 
-def attention_choices() -> list[list[str]]:
-    """The lists of attention backend names that SGLang's flags accept: any, and those of deterministic inference."""
-    homes = ("sglang.srt.arg_groups.choices", "sglang.srt.server_args")
-    names = (
-        "ATTENTION_BACKEND_CHOICES",
-        "DETERMINISTIC_ATTENTION_BACKEND_CHOICES",
-        "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND",
-    )
-    return [find(*(f"{home}:{name}" for home in homes)) for name in names]
+def when_imported(module: str, action: Callable[[ModuleType], None]) -> None:
+    """Call ``action(module)`` now where ``module`` is imported, else right after its import.
+
+    Hooks wait for the modules that they go to, so that processes that need none of these (a launcher, a detokenizer)
+    don't import them: a model runner's module takes seconds. ``action`` must not raise.
+    """
+    if module in sys.modules:
+        action(sys.modules[module])
+        return
+    _Waiting.actions.setdefault(module, []).append(action)
+    if not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Waiting())
 
 
-def attention_backends(runner: Any) -> tuple[str | None, str | None]:
-    """The names of the (prefill, decode) attention backends that the flags ask for."""
+class _Waiting(importlib.abc.MetaPathFinder):
+    """Finds nothing itself; has the loader of a module that is waited for call the actions when it is done."""
+
+    actions: dict[str, list[Callable[[ModuleType], None]]] = {}
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name not in self.actions:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self or not hasattr(finder, "find_spec") else finder.find_spec(name, path, target)
+            if spec is not None:
+                break
+        else:
+            return None
+        loader = spec.loader
+        if loader is not None and hasattr(loader, "exec_module"):
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                for action in self.actions.pop(name, ()):
+                    action(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def hook(kind: str, target: str, function: Any, failed: Callable[[str], None]) -> None:
+    """Put ``function`` around, before or after ``target`` ("package.module:name" or "package.module:Class.method").
+
+    It happens when the target's module is imported. kind and function's arguments are those of SGLang's HookType:
+    "around" gets (original, *args), "after" (result, *args), "before" (*args). failed: called with the reason, once,
+    where the target is not there; never an exception, since it would come out of an import of SGLang's.
+    """
+    module_name, _, name = target.partition(":")
+
+    def apply(module: ModuleType) -> None:
+        try:
+            found: Any = module
+            for part in name.split("."):
+                if not hasattr(found, part):
+                    raise Missing(f"sglang {sglang_version()} has no {target}")
+                found = getattr(found, part)
+            registry = find("sglang.srt.plugins.hook_registry:HookRegistry")
+            kinds = find("sglang.srt.plugins.hook_registry:HookType")
+            registry.register(f"{module_name}.{name}", function, kinds(kind))
+            registry.apply_hooks()
+            found = module
+            for part in name.split("."):
+                found = getattr(found, part)
+            if not hasattr(found, "__wrapped__"):  # the registry logs what goes wrong and carries on
+                raise Missing(f"sglang {sglang_version()} could not hook {target}")
+        except Exception as error:
+            failed(str(error))
+
+    when_imported(module_name, apply)
+
+
+def deterministic(runner: Any = None) -> bool:
+    """Whether this process serves under --enable-deterministic-inference."""
+    return bool(_setting("get_exec", "deterministic.enable_deterministic_inference", False))
+
+
+def prefill_tokens() -> int:
+    """The largest number of tokens of a prefill step, as far as it is known: the chunk, or what a batch may hold."""
+    chunk = _setting("get_schedule", "chunked_prefill_size", None)
+    if not chunk or chunk < 0:
+        chunk = _setting("get_schedule", "max_prefill_tokens", None)
+    return int(chunk or 8192)
+
+
+def _setting(namespace: str, path: str, default: Any) -> Any:
+    """A resolved setting of this server; ``default`` where no server is running in this process."""
     try:
-        return find("sglang.srt.runtime_context:attention_backends")()
+        value = find(f"sglang.srt.runtime_context:{namespace}")()
+        for part in path.split("."):
+            value = getattr(value, part)
+    except (Missing, AttributeError, ValueError):
+        return default
+    return value
+
+
+def runs_experts_by_all_to_all() -> str:
+    """The name of the --moe-a2a-backend in use, "" where there is none."""
+    backend = find("sglang.srt.layers.moe.utils:get_moe_a2a_backend")()
+    return "" if backend.is_none() else str(backend.value)
+
+
+def register_runner_core(name: str, factory: Callable[[Any], Any]) -> bool:
+    """Register ``factory`` for a MoE runner name; False where this version can't (0.5.18 and earlier)."""
+    try:
+        register = find("sglang.srt.layers.moe.moe_runner.runner:register_moe_runner_core")
     except Missing:
-        return runner.server_args.get_attention_backends()
+        return False
+    register(name, factory)
+    return True
 
 
-def attention_layers(runner: Any) -> list[Any]:
-    """The RadixAttention layers of a runner's model."""
-    kind = find("sglang.srt.layers.radix_attention:RadixAttention")
-    return [module for module in runner.model.modules() if isinstance(module, kind)]
-
-
-def window_pool(runner: Any) -> Any:
-    """The hybrid KV pool whose layers with a window have slots of their own; None for every other pool."""
-    pool = runner.token_to_kv_pool
-    return pool if isinstance(pool, find("sglang.srt.mem_cache.swa_memory_pool:SWAKVPool")) else None
-
-
-def speculative(runner: Any) -> tuple[str | None, int, int]:
-    """(algorithm, topk, rows a request in verification); (None, 0, 1) without speculative decoding."""
-    spec = find("sglang.srt.runtime_context:get_spec")()
-    if spec.speculative_algorithm is None:
-        return None, 0, 1
-    return spec.speculative_algorithm, spec.speculative_eagle_topk or 0, spec.speculative_num_draft_tokens or 1
-
-
-def deterministic(runner: Any) -> bool:
-    """Whether the server runs with --enable-deterministic-inference."""
-    kernels = find("sglang.srt.runtime_context:get_exec")()
-    group = getattr(kernels, "deterministic", None)
-    source = runner.server_args if group is None else group
-    return bool(source.enable_deterministic_inference)
-
-
-def decode_context_parallel() -> int:
-    """Ranks that share one request's KV cache in decode."""
-    parallel = find("sglang.srt.runtime_context:get_parallel")()
-    for name in ("attn_dcp_size", "dcp_size"):
-        if hasattr(parallel, name):
-            return getattr(parallel, name)
-    return 1
+def upstream_hpc() -> bool:
+    """Whether the package that SGLang's own hpc_ops functions call (module ``hpc``) is installed."""
+    return importlib.util.find_spec("hpc") is not None
