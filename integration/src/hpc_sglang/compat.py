@@ -171,7 +171,7 @@ def hook(kind: str, target: str, function: Any, failed: Callable[[str], None]) -
 
 
 def deterministic(runner: Any = None) -> bool:
-    """Whether this process serves under --enable-deterministic-inference."""
+    """Whether this process serves under --enable-deterministic-inference. runner: not needed, any ModelRunner."""
     return bool(_setting("get_exec", "deterministic.enable_deterministic_inference", False))
 
 
@@ -213,3 +213,54 @@ def register_runner_core(name: str, factory: Callable[[Any], Any]) -> bool:
 def upstream_hpc() -> bool:
     """Whether the package that SGLang's own hpc_ops functions call (module ``hpc``) is installed."""
     return importlib.util.find_spec("hpc") is not None
+
+
+# Attention
+
+
+def attention_choices() -> list[list[str]]:
+    """The lists of attention backend names that SGLang's flags accept: any, and those of deterministic inference."""
+    homes = ("sglang.srt.arg_groups.choices", "sglang.srt.server_args")
+    names = (
+        "ATTENTION_BACKEND_CHOICES",
+        "DETERMINISTIC_ATTENTION_BACKEND_CHOICES",
+        "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND",
+    )
+    return [find(*(f"{home}:{name}" for home in homes)) for name in names]
+
+
+def attention_backends(runner: Any) -> tuple[str | None, str | None]:
+    """The names of the (prefill, decode) attention backends that the flags ask for."""
+    try:
+        return find("sglang.srt.runtime_context:attention_backends")()
+    except Missing:
+        return runner.server_args.get_attention_backends()
+
+
+def attention_layers(runner: Any) -> list[Any]:
+    """The RadixAttention layers of a runner's model."""
+    kind = find("sglang.srt.layers.radix_attention:RadixAttention")
+    return [module for module in runner.model.modules() if isinstance(module, kind)]
+
+
+def window_pool(runner: Any) -> Any:
+    """The hybrid KV pool whose layers with a window have slots of their own; None for every other pool."""
+    pool = runner.token_to_kv_pool
+    return pool if isinstance(pool, find("sglang.srt.mem_cache.swa_memory_pool:SWAKVPool")) else None
+
+
+def speculative(runner: Any) -> tuple[str | None, int, int]:
+    """(algorithm, topk, rows a request in verification); (None, 0, 1) without speculative decoding."""
+    spec = find("sglang.srt.runtime_context:get_spec")()
+    if spec.speculative_algorithm is None:
+        return None, 0, 1
+    return spec.speculative_algorithm, spec.speculative_eagle_topk or 0, spec.speculative_num_draft_tokens or 1
+
+
+def decode_context_parallel() -> int:
+    """Ranks that share one request's KV cache in decode."""
+    parallel = find("sglang.srt.runtime_context:get_parallel")()
+    for name in ("attn_dcp_size", "dcp_size"):
+        if hasattr(parallel, name):
+            return getattr(parallel, name)
+    return 1
