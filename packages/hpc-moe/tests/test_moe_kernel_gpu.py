@@ -214,7 +214,10 @@ def digest(moe_case: CaseMaker) -> str:
 def test_without_programmatic_launch(moe_case: CaseMaker) -> None:
     """HPC_PDL=0, which a process reads once, gives the same bits."""
     script = "import conftest, test_moe_kernel_gpu as t; print(t.digest(conftest.make_case))"
-    paths = [str(pathlib.Path(__file__).parent), *sys.path]
+    tests = pathlib.Path(__file__).parent  # the working directory comes first: elsewhere "conftest" may be another
+    paths = [str(tests), *(str(pathlib.Path(each).absolute()) for each in sys.path)]
     environment = {**os.environ, "HPC_PDL": "0", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tests, env=environment, capture_output=True, text=True, timeout=50
+    )
     assert done.stdout.strip() == digest(moe_case), done.stderr

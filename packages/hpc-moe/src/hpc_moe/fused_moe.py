@@ -102,7 +102,8 @@ def fused_moe(
         "out": out,
     }
     _checks.check_devices(x, others)
-    require_supported(_WHERE, name, x.dtype, x.device)
+    if not torch.compiler.is_compiling():  # a device's properties cannot be traced; the op asks again when it runs
+        require_supported(_WHERE, name, x.dtype, x.device)
 
     if out is None:
         out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
