@@ -4,6 +4,7 @@ Supported: 0.5.17 to 0.5.23. For any other version each name is looked for where
 ``Missing`` says what was not found; a newer version whose names have not moved therefore works.
 """
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -142,32 +143,50 @@ class _Waiting(importlib.abc.MetaPathFinder):
 def hook(kind: str, target: str, function: Any, failed: Callable[[str], None]) -> None:
     """Put ``function`` around, before or after ``target`` ("package.module:name" or "package.module:Class.method").
 
-    It happens when the target's module is imported. kind and function's arguments are those of SGLang's HookType:
-    "around" gets (original, *args), "after" (result, *args), "before" (*args). failed: called with the reason, once,
-    where the target is not there; never an exception, since it would come out of an import of SGLang's.
+    It happens when the target's module is imported. function's arguments are those of SGLang's own hooks: "around" gets
+    (original, *args), "after" (result, *args), "before" (*args); only "around" gives the result. SGLang's registry is
+    not used: it applies one set of hooks to a target and ignores later ones, and only logs what fails.
+
+    failed: called with the reason where the target is not there; an exception would come out of an import of SGLang's.
     """
     module_name, _, name = target.partition(":")
 
     def apply(module: ModuleType) -> None:
-        try:
-            found: Any = module
-            for part in name.split("."):
-                if not hasattr(found, part):
-                    raise Missing(f"sglang {sglang_version()} has no {target}")
-                found = getattr(found, part)
-            registry = find("sglang.srt.plugins.hook_registry:HookRegistry")
-            kinds = find("sglang.srt.plugins.hook_registry:HookType")
-            registry.register(f"{module_name}.{name}", function, kinds(kind))
-            registry.apply_hooks()
-            found = module
-            for part in name.split("."):
-                found = getattr(found, part)
-            if not hasattr(found, "__wrapped__"):  # the registry logs what goes wrong and carries on
-                raise Missing(f"sglang {sglang_version()} could not hook {target}")
-        except Exception as error:
-            failed(str(error))
+        *owners, attribute = name.split(".")
+        owner: Any = module
+        for part in owners:
+            owner = getattr(owner, part, None)
+        found = getattr(owner, attribute, None)
+        if found is None:
+            failed(f"sglang {sglang_version()} has no {target}")
+            return
+        kept = vars(owner).get(attribute)
+        is_class_method = isinstance(kept, classmethod)
+        original = kept.__func__ if is_class_method else found
+        hooked = _hooked(kind, original, function)
+        setattr(owner, attribute, classmethod(hooked) if is_class_method else hooked)
+        if owner is module:  # modules that have it by "from module import name"
+            for other in list(sys.modules.values()):
+                for alias, value in list(vars(other).items() if isinstance(other, ModuleType) else ()):
+                    if value is original:
+                        setattr(other, alias, hooked)
 
     when_imported(module_name, apply)
+
+
+def _hooked(kind: str, original: Any, function: Any) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kind == "around":
+            return function(original, *args, **kwargs)
+        if kind == "before":
+            function(*args, **kwargs)
+            return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        function(result, *args, **kwargs)
+        return result
+
+    return call
 
 
 def deterministic(runner: Any = None) -> bool:
@@ -200,14 +219,57 @@ def runs_experts_by_all_to_all() -> str:
     return "" if backend.is_none() else str(backend.value)
 
 
-def register_runner_core(name: str, factory: Callable[[Any], Any]) -> bool:
-    """Register ``factory`` for a MoE runner name; False where this version can't (0.5.18 and earlier)."""
-    try:
-        register = find("sglang.srt.layers.moe.moe_runner.runner:register_moe_runner_core")
-    except Missing:
-        return False
-    register(name, factory)
-    return True
+def register_runner_core(name: str, run: Callable[[Any, Any, Any], Any]) -> None:
+    """Give the MoE runner ``name`` a core that calls ``run(dispatch_output, quant_info, runner_config)``.
+
+    Versions before 0.5.19 have no such registry and need none. Happens when SGLang imports its runner.
+    """
+
+    def apply(runner: ModuleType) -> None:
+        if not hasattr(runner, "register_moe_runner_core"):
+            return
+        base = find("sglang.srt.layers.moe.moe_runner.base:DispatchMoeRunnerCore")
+        backends = find("sglang.srt.layers.moe.utils:MoeRunnerBackend")
+
+        class Core(base):  # type: ignore[misc]
+            """A runner core that calls ``run``."""
+
+            runner_backend = backends(name)
+
+            def run_from_dispatch(self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None):
+                return run(dispatch_output, quant_info, runner_config)
+
+        runner.register_moe_runner_core(name, Core)
+
+    when_imported("sglang.srt.layers.moe.moe_runner.runner", apply)
+
+
+def hook_methods(kind: str, module: str, owner: str, names: tuple[str, ...], function: Any, failed: Any) -> None:
+    """``hook`` for those of a class's methods that this version has; ``failed`` where it has none of them."""
+
+    def apply(loaded: ModuleType) -> None:
+        known = [name for name in names if hasattr(getattr(loaded, owner, None), name)]
+        if not known:
+            failed(f"sglang {sglang_version()} has no {module}:{owner} with {' or '.join(names)}")
+        for name in known:
+            hook(kind, f"{module}:{owner}.{name}", function, failed)
+
+    when_imported(module, apply)
+
+
+def two_term_linear() -> bool:
+    """Whether the user asked SGLang for its own two-term kernel (SGLANG_OPT_BF16_FP32_GEMM_ALGO=hpc)."""
+    return getattr(find(*LINEAR_BF16_FP32), "_linear_bf16_fp32_algo", None) == "hpc"
+
+
+def first_rank() -> bool:
+    """Whether this process is the tensor-parallel rank that speaks for all; True outside a server."""
+    return not _setting("get_parallel", "tp_rank", 0)
+
+
+def moe_runner_backend() -> str:
+    """The value of --moe-runner-backend that this process serves with."""
+    return str(find("sglang.srt.layers.moe.utils:get_moe_runner_backend")().value)
 
 
 def upstream_hpc() -> bool:

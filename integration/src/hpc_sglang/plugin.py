@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from importlib import metadata
 
+from . import compat, flags
 from .record import ATTENTION, MOE, ROUTER, Record, logger, record
 
 
@@ -73,6 +74,8 @@ def register_operator(operator: Operator, into: Record) -> None:
         return
     try:
         importlib.import_module(operator.part).register(into)
+    except compat.Missing as error:
+        into.not_used(operator.name, str(error))
     except Exception as error:
         text = str(error).strip().splitlines()
         into.not_used(operator.name, f"registering it failed: {type(error).__name__}: {text[0] if text else ''}")
@@ -83,3 +86,7 @@ def register() -> None:
     """SGLang's entry point: every operator by itself; never raises for one of them."""
     for operator in OPERATORS:
         register_operator(operator, record)
+    try:
+        flags.register(record)
+    except Exception:
+        logger.exception("hpc-sglang: what is asked for by flag is not checked at start")

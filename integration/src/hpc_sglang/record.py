@@ -29,13 +29,13 @@ class Entry:
 class Record:
     """One entry an operator; a later one replaces an earlier one.
 
-    quiet: keep lines to itself, for all ranks but the first.
+    quiet: keep lines to itself, for all ranks but the first. announcing: whether ``announce`` was called.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self.quiet = False
-        self._announcing = False
+        self.announcing = False
         self._said: set[str] = set()
 
     def used(self, operator: str, detail: str) -> None:
@@ -62,7 +62,7 @@ class Record:
 
     def announce(self) -> None:
         """Log every line not logged yet; from now on lines are logged as they come. Called once loggers are ready."""
-        self._announcing = True
+        self.announcing = True
         for line in self.lines():
             self._say(line)
 
@@ -70,7 +70,7 @@ class Record:
         if entry.operator not in OPERATORS:
             raise ValueError(f"hpc_sglang.record: operator: expected one of {OPERATORS}, got {entry.operator!r}")
         self.entries[entry.operator] = entry
-        if self._announcing:
+        if self.announcing:
             self._say(entry.line())
 
     def _say(self, line: str) -> None:
