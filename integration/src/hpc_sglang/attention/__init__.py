@@ -16,29 +16,16 @@ FLAG = f"--attention-backend {NAME}"
 
 
 def register(record: Record) -> None:
-    """Make ``hpc`` an attention backend of this process's SGLang.
+    """Make ``hpc`` an attention backend of this process's SGLang, once SGLang imports its registry of them.
 
-    Raises compat.Missing where SGLang has no registry of attention backends.
+    Raises compat.Missing where there is no such registry, or no list of the names that flags take.
     """
-    make_known(_create)
-    record.used(ATTENTION, f"backend '{NAME}' is registered; it runs with {FLAG} or --decode-attention-backend {NAME}")
-
-
-def refuse(reason: str) -> None:
-    """Make ``hpc`` known as a backend that cannot be had here, so that asking for it says why instead of "unknown"."""
-
-    def create(runner: Any) -> Any:
-        raise ValueError(f"{FLAG}: {reason}")
-
-    make_known(create)
-
-
-def make_known(create: Any) -> None:
-    """Register ``create(runner)`` under the name and let SGLang's flags take it."""
-    compat.find("sglang.srt.layers.attention.attention_registry:register_attention_backend")(NAME)(create)
+    registry = compat.find_module("sglang.srt.layers.attention.attention_registry")
     for choices in compat.attention_choices():
         if NAME not in choices:
             choices.append(NAME)
+    compat.when_imported(registry, lambda module: module.register_attention_backend(NAME)(_create))
+    record.used(ATTENTION, f"backend '{NAME}' is registered; it runs with {FLAG} or --decode-attention-backend {NAME}")
 
 
 def _create(runner: Any) -> Any:

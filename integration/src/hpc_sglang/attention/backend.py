@@ -48,8 +48,9 @@ class HpcAttentionBackend(Base):
         runner: SGLang's ModelRunner; its pools, sizes and device are read.
         server, layers: what ``limits.refusal`` accepted: the facts and the model's attention layers.
 
-    Plans and their workspaces are made here, for the largest batch that the request pool can hold; only the page
-    tables are sized by the batches that come (``_rows``), up to the same bound.
+    Plans and their workspaces are made here, for the largest batch that the request pool can hold. Page tables are
+    large (rows of a whole context): those of captured graphs are made for the captured sizes, those of larger batches
+    as they come, up to the same bound (``_rows``).
     """
 
     needs_cpu_seq_lens = False
@@ -69,8 +70,8 @@ class HpcAttentionBackend(Base):
         self.max_pages = -(-self.req_to_token.shape[1] // self.page_size)
         self.plans: dict[int, dict[Shape, DecodePlan]] = {}
         self.lengths = torch.zeros(self.max_batch, dtype=torch.int32, device=self.device)
-        self._tables = self._new_tables(0)
-        self._graph_rows = 0  # rows of the tables that captured graphs hold; those are never replaced
+        self._graph_tables = self._tables = self._new_tables(0)
+        self._held: list[dict[bool, torch.Tensor]] = []
         self.forward_metadata: Step | None = None
         self._plans_for(server.draft_tokens)
         if server.draft_tokens > 1:
@@ -124,8 +125,9 @@ class HpcAttentionBackend(Base):
         """The buffers that captured graphs hold, for batches of up to max_bs requests."""
         if max_bs > self.max_batch:
             raise ValueError(f"hpc_sglang attention: max_bs: expected at most {self.max_batch} requests, got {max_bs}")
-        self._rows(max_bs)
-        self._graph_rows = len(self._tables[False])
+        if max_bs > len(self._graph_tables[False]):
+            self._held.append(self._graph_tables)  # graphs captured before have their addresses
+            self._graph_tables = self._new_tables(max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Of a graph's unused requests: none of the plan's tiles is theirs."""
@@ -150,13 +152,13 @@ class HpcAttentionBackend(Base):
         return {kind: torch.zeros(size, dtype=torch.int32, device=self.device) for kind in kinds}
 
     def _rows(self, batch: int) -> dict[bool, torch.Tensor]:
-        """Tables of at least ``batch`` rows: those that graphs hold where they are large enough, else a larger set
-        that replaces the last one, in doublings up to the request pool's size."""
-        if batch > len(self._tables[False]):
-            grown = self._new_tables(min(self.max_batch, max(batch, 2 * len(self._tables[False]), 16)))
-            if self._graph_rows:
-                self._graph_tables, self._graph_rows = self._tables, 0
-            self._tables = grown
+        """Tables of at least ``batch`` rows: those that captured graphs hold, which stay, where they are large enough;
+        else another set, which a larger one replaces in doublings up to the request pool's size."""
+        if batch <= len(self._graph_tables[False]):
+            return self._graph_tables
+        rows = len(self._tables[False])
+        if batch > rows:
+            self._tables = self._new_tables(min(self.max_batch, max(batch, 2 * rows, 16)))
         return self._tables
 
     # -- a layer -------------------------------------------------------------------------------------------------
