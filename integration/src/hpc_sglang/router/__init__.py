@@ -7,6 +7,7 @@ a gate has three, which is as exact as fp32, and two only where SGLang's own ker
 
 import os
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from .. import compat
 from ..record import ROUTER, Record, logger
@@ -45,20 +46,18 @@ def register(record: Record) -> None:
 
 
 class RouterHooks:
-    """The hooks, and what they share."""
+    """The hooks, and what they share. active: whether gates may be taken over."""
 
     def __init__(self, record: Record, terms: int | None) -> None:
         self.record = record
         self.terms = terms
+        self.active = True
+        self._found: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # model, or draft model -> gates.Found
 
     def failed(self, reason: str) -> None:
         """A hook could not be placed; without those of updates, weights could be old ones: nothing is used then."""
+        self.active = False
         self.record.not_used(ROUTER, reason)
-
-    @property
-    def active(self) -> bool:
-        """Whether gates may be taken over."""
-        return not self.record.reason(ROUTER)
 
     def loaded(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         """After ModelRunner has loaded a model: take its gates over, or their weights again."""
@@ -72,16 +71,19 @@ class RouterHooks:
             self.record.not_used(ROUTER, f"the model runs in {runner.model_config.dtype}, not bfloat16")
             return
         try:
-            found = gates.install(runner.model, self.terms, compat.deterministic())
+            self._found[runner.model] = gates.install(runner.model, self.terms, compat.deterministic())
         except Exception as error:
             text = str(error).strip().splitlines()
             self.record.not_used(ROUTER, f"taking the gates over failed: {text[0] if text else type(error).__name__}")
             logger.exception("hpc-sglang: taking the gates over failed")
             return
+        found = sum(self._found.values(), gates.Found())
         for reason in found.left:
             self.record.note(f"router: {reason}")
         if found.gates:
             self.record.used(ROUTER, found.describe())
+        else:
+            self.record.not_used(ROUTER, "this model has no gate that is known here")
 
     def updated(self, original: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
         """Around the methods that update weights: the gates read the new ones from then on, whatever the outcome."""
@@ -102,4 +104,4 @@ class RouterHooks:
 
     def keeps_old_weights(self, original: Any) -> bool:
         """hpc_bf16xfp32_gemm_enabled, by which SGLang refuses weight updates: no split weight of its own is in use."""
-        return original() if not self.active else False
+        return False if self.active else original()

@@ -44,6 +44,9 @@ class Found:
     terms: set[int] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
 
+    def __add__(self, other: "Found") -> "Found":
+        return Found(self.gates + other.gates, self.terms | other.terms, self.left | other.left)
+
     def describe(self) -> str:
         """For the record."""
         gates = ", ".join(f"{number} of {name}" for name, number in sorted(self.gates.items()))
