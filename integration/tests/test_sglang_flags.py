@@ -102,7 +102,7 @@ def test_lines_of_a_scheduler(
             "hpc-sglang: router: used: registered",
             "hpc-sglang: moe: not used: --moe-runner-backend hpc_ops is not set",
         ]
-        hooks.loaded(None, runner(attention_backend="hpc"))
+        hooks.loaded(None, runner())
         assert len(caplog.messages) == 3
         other = Record()
         other.used(ATTENTION, "")
