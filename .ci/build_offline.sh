@@ -16,6 +16,13 @@ for project in common packages/* integration tools; do
   metadata=$out/$module-$version.dist-info
   mkdir -p "$metadata"
   printf 'Metadata-Version: 2.1\nName: %s\nVersion: %s\n' "${module//_/-}" "$version" >"$metadata/METADATA"
+  $python - "$project/pyproject.toml" >"$metadata/entry_points.txt" <<'EOF'
+import sys, tomllib
+project = tomllib.load(open(sys.argv[1], "rb"))["project"]
+groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}
+for group, names in groups.items():
+    print(f"[{group}]", *(f"{name} = {place}" for name, place in names.items()), sep="\n")
+EOF
 done
 find "$build" -name '*.so' -path '*/csrc/*' | while read -r extension; do
   cp "$extension" "$out/$(basename "$(dirname "$extension")")/"
