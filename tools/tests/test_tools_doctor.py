@@ -9,6 +9,7 @@ from importlib import metadata
 import pytest
 from hpc_common.capability import Capability, Support
 from hpc_tools import cli, doctor, operators
+from hpc_tools.errors import InputError
 from rich.console import Console
 
 H200 = Capability("cuda:0", "NVIDIA H200", (9, 0), 132, True, "")
@@ -116,3 +117,38 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 1
+
+
+def test_sglang(tmp_path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang would use, under flags of its own behind "--", and what is wrong with them."""
+    config = {"architectures": ["HYV3ForCausalLM"], "hidden_size": 4096, "num_attention_heads": 64, "head_dim": 96}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shown = text(doctor.examine())
+    assert "In SGLang" in shown and "attention: not used: --attention-backend hpc is not set" in shown
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["hpc", "doctor", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code or 0, *capsys.readouterr()
+
+    model = ("--model-path", str(tmp_path))
+    status, out, _ = run("--json", "--", *model)
+    assert status == 0 and json.loads(out)["sglang"]["operators"][1] == {
+        "operator": "router",
+        "used": True,
+        "detail": "the gates of HYV3MoEFused, 3 bf16 terms",
+    }
+    status, out, _ = run("--", *model, "--attention-backend", "hpc")
+    assert status == 1 and "would not start" in out and "head_dim" in out
+    status, _, error = run("--", *model, "--page-size", "x")
+    assert status == 2 and error.startswith("hpc: ") and "--page-size" in error
+
+
+def test_without_hpc_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "hpc-sglang" else real(name))
+    report = doctor.examine()
+    assert report["sglang"] is None and "In SGLang" not in text(report) and "Not installed: hpc-sglang" in text(report)
+    with pytest.raises(InputError, match="hpc-sglang, which is not installed"):
+        doctor.examine(["--page-size", "1"])

@@ -75,9 +75,8 @@ class FlagHooks:
         """After ModelRunner.load_model in a scheduler: check once more, then say what is used, on the first rank."""
         self.record.quiet = not compat.first_rank()
         self.check(runner.server_args)
-        if not self.record.announcing:
-            self.settle(runner.server_args)
-            self.record.announce()
+        self.settle(runner.server_args)
+        self.record.announce()
 
     def settle(self, arguments: Any) -> None:
         """What is registered but not asked for is not used."""

@@ -1,8 +1,8 @@
 """The command ``hpc``.
 
-Exit status: 0 where everything is right, 1 where a result is out of tolerance (demo), an installed package is broken
-(doctor), the table is out of date (docs --check) or the output cannot be written, 2 for input that cannot be used, with
-one line that says why.
+Exit status: 0 where everything is right, 1 where a result is out of tolerance (demo), an installed package is broken or
+SGLang would not start (doctor), the table is out of date (docs --check) or the output cannot be written, 2 for input
+that cannot be used, with one line that says why.
 """
 
 import json
@@ -73,16 +73,22 @@ def demo(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False) -> None:
+def doctor(
+    flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- SGLANG FLAGS]", help="What SGLang would use of it under these, --model-path too."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
     """What is installed here, in which version and build, and what would run where and why not."""
     from . import doctor as examination
 
-    result = examination.examine()
+    result = examination.examine(flags or [])
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
         examination.show(result, Console())
-    if not examination.healthy(result):
+    if not examination.healthy(result) or (result["sglang"] or {}).get("refused"):
         raise typer.Exit(1)
 
 

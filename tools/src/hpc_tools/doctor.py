@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -15,8 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import operators, tables
+from .errors import InputError
 
-SWITCHES = ("HPC_PDL", "HPC_DEBUG", "HPC_SGLANG_ROUTER")
+SWITCHES = ("HPC_PDL", "HPC_DEBUG", "HPC_SGLANG_ROUTER", "HPC_SGLANG_ROUTER_TERMS")
 
 
 def _driver() -> str | None:
@@ -78,8 +80,33 @@ def _common_build() -> dict[str, Any]:
     return dict(_core.build_info())
 
 
-def examine() -> dict[str, Any]:
-    """Everything the doctor knows, ready for JSON."""
+def _sglang(flags: Sequence[str]) -> dict[str, Any] | None:
+    """What SGLang would use under these flags of its own; None without hpc-sglang, the error where it is broken."""
+    if _version("hpc-sglang") is None:
+        if flags:
+            raise InputError("SGLang's flags need hpc-sglang, which is not installed")
+        return None
+    try:
+        from hpc_sglang.examine import examine as examine_sglang
+        from hpc_sglang.model import BadInput
+    except ImportError as error:
+        return {"error": f"ImportError: {str(error).splitlines()[0]}"}
+    try:
+        report = examine_sglang(flags)
+    except BadInput as error:
+        raise InputError(str(error)) from None
+    return {
+        "versions": report.versions,
+        "device": report.device,
+        "model": report.model,
+        "operators": [vars(entry) for entry in report.entries],
+        "refused": report.refused,
+        "lines": report.lines(),
+    }
+
+
+def examine(flags: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything the doctor knows, ready for JSON. flags: SGLang's, to say what it would use. Raises InputError."""
     gpus = _gpus()
     placements = [
         place(entry.package.distribution, row, gpus)
@@ -110,11 +137,14 @@ def examine() -> dict[str, Any]:
             {"package": "hpc-tools", "version": _version("hpc-tools"), "build": {}, "error": ""},
         ],
         "runs": [vars(placement) for placement in placements],
+        "sglang": _sglang(flags),
     }
 
 
 def healthy(report: dict[str, Any]) -> bool:
     """Whether everything installed can be imported."""
+    if "error" in (report["sglang"] or {}):
+        return False
     return not any(package["error"] or package["build"].get("error") for package in report["packages"])
 
 
@@ -174,6 +204,13 @@ def show(report: dict[str, Any], console: Console) -> None:
     if report["runs"]:
         console.print()
         console.print(_run_table(report))
+    sglang = report["sglang"]
+    if sglang is not None:
+        console.print("\n[bold]In SGLang[/bold]")
+        for line in [sglang["error"]] if "error" in sglang else sglang["lines"]:
+            console.print(escape(line), highlight=False)
+        if sglang.get("refused"):
+            console.print("[red]A server with these flags would not start.[/red]")
     missing = [package["package"] for package in report["packages"] if package["version"] is None]
     if missing:
         console.print(f"\nNot installed: {', '.join(missing)}. Add one with: pip install NAME", highlight=False)

@@ -76,6 +76,8 @@ class Experts:
             return "shared experts fused into the routed ones under expert parallelism are not supported"
         if self.block and list(self.block_shape or ()) != [128, 128]:
             return f"weight_block_size: expected [128, 128], got {self.block_shape}"
+        if self.block and self.sizes()[2] % 128:
+            return f"intermediate size on a rank: expected a multiple of the blocks' 128, got {self.sizes()[2]}"
         if not self.block and (layer.w13_input_scale is None or layer.w2_input_scale is None):
             return 'per-tensor FP8 needs static activation scales (activation_scheme "static" in the checkpoint)'
         # A call without tokens checks everything else, and launches nothing.
