@@ -1,5 +1,6 @@
 """The MoE runner hpc_ops in SGLang's own classes: values by float64, ranks, updates, refusals, SGLang's function."""
 
+import inspect
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -86,17 +87,22 @@ class Layer(torch.nn.Module):
         return self
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """A call as Fp8MoEMethod.apply makes it, through a runner made by SGLang."""
-        from sglang.srt.layers.moe.moe_runner import MoeRunner
-        from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+        """A call as Fp8MoEMethod.apply makes it, of the function that SGLang's runner would take."""
+        from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
         from sglang.srt.layers.moe.topk import StandardTopKOutput
-        from sglang.srt.layers.moe.utils import MoeRunnerBackend
         from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
 
-        runner = MoeRunner(MoeRunnerBackend("hpc_ops"), self.moe_runner_config)
+        run = FusedOpPool.get_fused_func("none", "hpc_ops")
         info = Fp8MoEMethod._get_hpc_ops_quant_info(self.method, self)
         topk = StandardTopKOutput(topk_weights, ids, None)
-        return runner.run(StandardDispatchOutput(x, None, topk), info).hidden_states
+        return run(dispatched(x, topk), info, self.moe_runner_config).hidden_states
+
+
+def dispatched(x: torch.Tensor, topk: Any) -> Any:
+    """What SGLang's dispatcher hands to a runner."""
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+
+    return StandardDispatchOutput(x, None, topk)
 
 
 def tokens(number: int = 20) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -140,6 +146,22 @@ def test_values(quant: str, hooked: Record) -> None:
     assert not hooked.reason(MOE) and "experts (6 of 256 x 640 on this rank)" in hooked.entries[MOE].detail
     empty = layer(*(tensor[:0] for tensor in batch))
     assert empty.shape == (0, HIDDEN) and empty.dtype == torch.bfloat16
+
+
+def test_in_sglangs_runner(hooked: Record) -> None:
+    """MoeRunner takes it, without SGLang's own check for a GPU, from the version on that lets a runner have a core."""
+    from sglang.srt.layers.moe.moe_runner import MoeRunner, runner
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend
+
+    if not hasattr(runner, "register_moe_runner_core"):
+        pytest.skip("this SGLang has no registry of runner cores")
+    layer, (x, ids, topk_weights) = Layer("block").prepare(), tokens()
+    made = MoeRunner(MoeRunnerBackend("hpc_ops"), layer.moe_runner_config)
+    topk = SimpleNamespace(topk_ids=ids, topk_weights=topk_weights)
+    want = layer(x, ids, topk_weights)
+    assert made.run(dispatched(x, topk), layer.hpc_experts).hidden_states.equal(want)
+    made.fused_func = None  # as under SGLANG_CI_DISABLE_MOE_FUSED_FUNC=1: the core itself
+    assert made.run(dispatched(x, topk), layer.hpc_experts).hidden_states.equal(want)
 
 
 def test_another_dtype_of_ids_and_weights() -> None:
@@ -260,7 +282,8 @@ def test_layers_left_to_sglang(hooked: Record, monkeypatch: pytest.MonkeyPatch) 
     assert run.__self__.upstream is fused_experts_none_to_hpc_ops
     calls: list[Any] = []
     monkeypatch.setattr(run.__self__, "upstream", lambda *args: calls.append(args))
-    run("dispatched", HpcOpsMoeQuantInfo(None, None, True, 1), "config")
+    names = inspect.signature(HpcOpsMoeQuantInfo).parameters
+    run("dispatched", HpcOpsMoeQuantInfo(**dict.fromkeys(names)), "config")
     assert calls[0][0] == "dispatched"
     mixed = Layer("block").prepare()
     check(mixed(*tokens()), expected("block", tokens(), weights("block")))

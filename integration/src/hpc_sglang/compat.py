@@ -208,7 +208,7 @@ def _setting(namespace: str, path: str, default: Any) -> Any:
         value = find(f"sglang.srt.runtime_context:{namespace}")()
         for part in path.split("."):
             value = getattr(value, part)
-    except (Missing, AttributeError, ValueError, RuntimeError):
+    except (Missing, AttributeError, ValueError, RuntimeError, AssertionError):
         return default
     return value
 
