@@ -182,6 +182,20 @@ def test_without_the_parts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
     assert report.versions.endswith("sglang is not installed")
 
 
+def test_without_torch() -> None:
+    """The package alone: it says what is missing."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from hpc_sglang import compat, examine, plugin\n"
+        "plugin.installed = lambda name: None\n"
+        "compat.sglang_version = lambda: None\n"
+        "print(*examine.examine([]).lines(), sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[1].startswith("device: cpu (") and lines[2].endswith("not installed (pip install hpc-attention)")
+
+
 def test_a_newer_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "sglang_version", lambda: "0.6.1")
     report = examine.examine([])

@@ -54,6 +54,14 @@ def test_what_is_not_asked_for_or_is_there_is_not_refused(nothing: Record) -> No
     FlagHooks(nothing).check(arguments(attention_backend="hpc", moe_runner_backend="hpc_ops"))
 
 
+def test_layers_share_a_workspace() -> None:
+    record = Record()
+    record.used(MOE, "")
+    with pytest.raises(ValueError, match="--moe-runner-backend hpc_ops: prefill and decode at the same time"):
+        FlagHooks(record).check(arguments(moe_runner_backend="hpc_ops", enable_pdmux=True))
+    FlagHooks(record).check(arguments(enable_pdmux=True))
+
+
 def test_every_refusal_is_said(nothing: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPC_SGLANG_ROUTER_TERMS", "two")
     found = flags.refusals(arguments(decode_attention_backend="hpc", moe_runner_backend="hpc_ops"), nothing)

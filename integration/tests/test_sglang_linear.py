@@ -6,7 +6,7 @@ import torch
 from hpc_common.reference import router as reference
 from hpc_sglang import compat, counters, router
 from hpc_sglang.record import ROUTER, Record
-from hpc_sglang.router import RouterHooks
+from hpc_sglang.router import RouterHooks, gates
 from hpc_sglang.router.rewrite import keep_bf16
 
 EXPERTS, HIDDEN, TOKENS = 24, 320, 12
@@ -98,6 +98,24 @@ def test_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "deterministic", lambda: True)
     assert module.linear_bf16_fp32(x, weight).equal(torch.mm(x.float(), weight.t()))
     assert not counters.calls
+
+
+def test_gates_compile() -> None:
+    """Without a break in the graph, the rewritten method too; a traced call does not count."""
+    from sglang.srt.models.hunyuan_v3 import HYV3MoEFused
+
+    weight, x = weight_and_x()
+    block = HYV3MoEFused.__new__(HYV3MoEFused)
+    torch.nn.Module.__init__(block)
+    block.gate = torch.nn.Linear(HIDDEN, EXPERTS, bias=False)
+    block.gate.weight.data.copy_(weight)
+    gates.install(torch.nn.ModuleList([block]), None, False)
+    method = keep_bf16(HYV3MoEFused)["_forward_single_stream"]
+    assert block._forward_single_stream.__func__ is method
+    counters.reset()
+    compiled = torch.compile(lambda x: block.gate(x.to(torch.bfloat16))[0], fullgraph=True, backend="eager")
+    assert compiled(x).equal(hpc_router_gemm.linear(x, weight)) and not counters.calls
+    assert compiled(x[:5]).equal(hpc_router_gemm.linear(x[:5], weight))
 
 
 def test_linear_that_stays_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,16 +145,20 @@ def _versions() -> str:
 
 
 def _device(name: str | None) -> str:
-    import torch
-
+    try:
+        import torch
+    except ImportError:  # then no operator is there either
+        return name or "cpu"
     return name or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _device_line(device: str) -> str:
-    from hpc_common.capability import capability
-
     try:
+        from hpc_common.capability import capability
+
         machine = capability(device)
+    except ImportError as error:
+        return f"{device} ({error})"
     except ValueError as error:
         return str(error)
     verdict = "" if machine.usable else f", not usable: {machine.reason}"

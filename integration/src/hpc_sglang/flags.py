@@ -30,6 +30,8 @@ def refusals(arguments: Any, record: Record) -> list[str]:
         reason = record.reason(operator)
         if operator == MOE and compat.upstream_hpc():
             continue  # the name is SGLang's own, and so is then the function behind it
+        if not reason and getattr(arguments, "enable_pdmux", False) and operator == MOE:
+            reason = "prefill and decode at the same time (--enable-pdmux) are not supported: layers share a workspace"
         if reason:
             found += [f"{flag}: {reason}" for flag in asked(arguments, flags, value)]
     try:
