@@ -78,7 +78,7 @@ def every_kernel() -> Checks:
             ]
             fields += [
                 {"kernel": "tile", "rows": r, "k_groups": g, "tokens": t, "split": s}
-                for (r, g, t), s in itertools.product(_C.WGMMA_TILES, (1, 2, 5, 8))
+                for (r, g, t), s in itertools.product(_C.WGMMA_TILES, (1, 2, 4, 5, 8, 16))
             ]
             for f in fields:
                 name = f"kernel {weight_type} terms={terms} {m}x{n}x{k} {f}"

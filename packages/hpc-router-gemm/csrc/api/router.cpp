@@ -19,7 +19,8 @@ const std::array<int, kMaxCluster + 1>& resident_of(int device) {
   static std::array<std::array<int, kMaxCluster + 1>, kMaxDevices> cached;
   static std::array<std::once_flag, kMaxDevices> once;
   std::call_once(once.at(device), [device] {
-    for (int cluster = 1; cluster <= kMaxCluster; ++cluster) cached[device][cluster] = resident_ctas(cluster);
+    for (int cluster = 1; cluster <= kPortableCluster; ++cluster) cached[device][cluster] = resident_ctas(cluster);
+    cached[device][kMaxCluster] = resident_ctas(kMaxCluster);
   });
   return cached[device];
 }

@@ -27,7 +27,8 @@ constexpr int weight_bytes(Weight weight) {
 
 enum class Kernel { kStream, kTile };
 
-constexpr int kMaxCluster = 8;
+constexpr int kMaxCluster = 16;
+constexpr int kPortableCluster = 8;          // more than this needs a GPU that can
 constexpr int kMaxGrid = 65535;              // a grid's y and z
 constexpr int kSmemLimit = 227 * 1024;       // a CTA's, of a GPU of compute capability 9.0
 constexpr int kSmemLimitOfTwo = 113 * 1024;  // for two CTAs of an SM
@@ -37,7 +38,6 @@ constexpr int kStreamStepK = 32;
 constexpr int kStreamMaxStages = 8;
 constexpr int kStreamMaxPartK = 256;  // k of one accumulator where the stream kernel does not promote
 
-constexpr int kTileStageK = 64;
 constexpr int kTileMaxStages = 16;
 // The tile kernel's unit of k: 128 for each consumer warpgroup that shares it.
 constexpr int tile_block_k(int k_groups) {
@@ -51,16 +51,16 @@ struct Problem {
   Weight weight = Weight::kFloat2;
   bool batch_invariant = false;  // the order of every sum must not depend on m
   bool overlapping_x = false;    // rows of x closer than k: no tensor map describes them
-  // CTAs of one an SM that are resident at once in clusters of size [i]; [0] is unused. These are an H200's; the caller
-  // asks the device.
-  std::array<int, kMaxCluster + 1> resident = {0, 132, 132, 117, 120, 110, 102, 105, 120};
+  // CTAs of one an SM that are resident at once in clusters of size [i]; 0 where that size is not used. These are an
+  // H200's; the caller asks the device.
+  std::array<int, kMaxCluster + 1> resident = {0, 132, 132, 117, 120, 110, 102, 105, 120, 0, 0, 0, 0, 0, 0, 0, 112};
 };
 
 struct Config {
   Kernel kernel = Kernel::kStream;
   int rows = 16;     // experts of a CTA's tile
   int tokens = 8;    // tokens of it
-  int k_groups = 1;  // tile: consumer warpgroups that share the rows and alternate over k
+  int k_groups = 1;  // tile: consumer warpgroups that share the rows and each stage's k
   int split = 1;     // CTAs that share a tile's k
   int stages = 4;
   int smem_bytes = 0;
@@ -100,16 +100,25 @@ constexpr int stream_smem_bytes(int rows, int tokens, Weight weight, int stages,
   return stream_slot_offset(rows, tokens, weight, stages) + stream_slot_bytes(rows, tokens, split) + 16;
 }
 
-constexpr int tile_stage_bytes(int rows, int tokens, Weight weight) {
-  return kTileStageK * (rows * weight_bytes(weight) + tokens * 2);
+// k of a stage. 64 x 64 tiles, of which two CTAs share an SM, have small stages: few large ones wait for each other.
+constexpr int tile_stage_k(int rows, int k_groups, int tokens, Weight weight) {
+  return rows == 64 && k_groups == 1 && tokens == 64 && weight != Weight::kBf16 ? 32 : 64;
 }
-// Blocks of 64 rows x 8 tokens that one rank of a split sum owns.
+constexpr int tile_stage_bytes(int rows, int k_groups, int tokens, Weight weight) {
+  return tile_stage_k(rows, k_groups, tokens, weight) * (rows * weight_bytes(weight) + tokens * 2);
+}
+// Stages of a block of k, and the fewest that work: some are read while others are multiplied.
+constexpr int tile_block_stages(int rows, int k_groups, int tokens, Weight weight) {
+  return tile_block_k(k_groups) / tile_stage_k(rows, k_groups, tokens, weight);
+}
+// Blocks of 64 rows x 8 tokens that one rank of a split sum owns at most.
+constexpr int kSumBlockBytes = 64 * 8 * 4;
 constexpr int tile_sum_part(int rows, int tokens, int split) {
   return static_cast<int>(ceil_div(rows / 64 * (tokens / 8), split));
 }
 // Stages, full and empty barriers and one for the sums; 1,024 bytes to align the stages. Sums lie over the stages.
-constexpr int tile_smem_bytes(int rows, int tokens, Weight weight, int stages) {
-  return stages * tile_stage_bytes(rows, tokens, weight) + (2 * kTileMaxStages + 1) * 8 + 1024;
+constexpr int tile_smem_bytes(int rows, int k_groups, int tokens, Weight weight, int stages) {
+  return stages * tile_stage_bytes(rows, k_groups, tokens, weight) + (2 * kTileMaxStages + 1) * 8 + 1024;
 }
 
 // The tiles that are compiled.
@@ -118,13 +127,21 @@ struct StreamTile {
 };
 struct WgmmaTile {
   int rows, k_groups, tokens;
+  // Consumer warpgroups that share the rows and divide the tokens.
+  constexpr int token_groups() const { return rows == 64 && k_groups == 1 && tokens > 128 ? 2 : 1; }
   // With one warpgroup two CTAs fit on an SM.
-  constexpr bool light() const { return rows == 64 && k_groups == 1; }
+  constexpr bool light() const { return rows == 64 && k_groups == 1 && token_groups() == 1; }
 };
 constexpr StreamTile kStreamTiles[] = {{16, 8},  {16, 16}, {16, 32}, {16, 64}, {32, 8}, {32, 16},
                                        {32, 32}, {32, 64}, {48, 8},  {48, 16}, {48, 32}};
-constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},  {64, 1, 64},  {64, 1, 104},  {64, 1, 128}, {64, 2, 104},
-                                     {64, 2, 128}, {64, 2, 192}, {128, 1, 128}, {128, 1, 192}};
+constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},  {64, 1, 64},  {64, 1, 104}, {64, 1, 128},  {64, 1, 208},
+                                     {64, 2, 104}, {64, 2, 128}, {64, 2, 192}, {128, 1, 128}, {128, 1, 192}};
+
+// Whether two CTAs of a Config fit on an SM, so that the next call's start beside this one's.
+inline bool shares_sm(const Config& c) {
+  const bool light = c.kernel == Kernel::kStream || WgmmaTile{c.rows, c.k_groups, c.tokens}.light();
+  return light && c.smem_bytes <= kSmemLimitOfTwo;
+}
 
 // Fills in stages (unless `stages` is given: the most that are of use and, except for the large wgmma tiles, let two
 // CTAs share an SM, so that the next call can start on it), shared memory and grid. Returns what is wrong with a Config
@@ -143,23 +160,30 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
     }
   }
   if (!compiled) return "one of the compiled tiles";
-  if (c.split < 1 || c.split > kMaxCluster) return "a cluster of 1 to 8 CTAs";
+  const bool wide = !stream && c.split == kMaxCluster;
+  if (c.split < 1 || (c.split > kPortableCluster && !wide)) return "a cluster of 1 to 8 CTAs, or of 16 for a tile";
   if (!stream && p.overlapping_x) return "the stream kernel for rows that overlap";
   if (!stream && c.split > ceil_div(p.k, tile_block_k(c.k_groups))) return "a block of k for each CTA of a split";
   const auto smem = [&](int s) {
     return stream ? stream_smem_bytes(c.rows, c.tokens, p.weight, s, c.split)
-                  : tile_smem_bytes(c.rows, c.tokens, p.weight, s);
+                  : tile_smem_bytes(c.rows, c.k_groups, c.tokens, p.weight, s);
   };
+  const int least = stream ? 1 : tile_block_stages(c.rows, c.k_groups, c.tokens, p.weight);
   const int64_t steps = stream ? ceil_div(ceil_div(p.k, kStreamStepK), kStreamWarps * c.split)
-                               : ceil_div(ceil_div(p.k, tile_block_k(c.k_groups)), c.split) * (2 * c.k_groups);
+                               : ceil_div(ceil_div(p.k, tile_block_k(c.k_groups)), c.split) * least;
   const int limit = stream ? kStreamMaxStages : kTileMaxStages;
-  c.stages = stages > 0 ? stages : static_cast<int>(std::clamp<int64_t>(steps, stream ? 1 : 2 * c.k_groups, limit));
+  c.stages = stages > 0 ? stages : static_cast<int>(std::clamp<int64_t>(steps, least, limit));
   if (stages <= 0) {
     while (c.stages > 1 && smem(c.stages) > (light ? kSmemLimitOfTwo : kSmemLimit)) --c.stages;
   }
   c.smem_bytes = smem(c.stages);
   if (c.stages > limit || c.smem_bytes > kSmemLimit) return "stages that fit in shared memory";
-  if (!stream && c.stages < 2 * c.k_groups) return "two stages for each k group: one is read while one is multiplied";
+  if (c.stages < least) return "the stages of a block of k";
+  const int sum_bytes =
+      stream || c.split == 1 ? 0 : c.split * tile_sum_part(c.rows, c.tokens, c.split) * kSumBlockBytes;
+  if (sum_bytes > c.stages * tile_stage_bytes(c.rows, c.k_groups, c.tokens, p.weight)) {
+    return "stages that can hold the sums of a split";
+  }
   const int64_t token_tiles = ceil_div(p.m, c.tokens);
   const int64_t expert_tiles = ceil_div(p.n, c.rows);
   c.ctas = token_tiles * expert_tiles * c.split;
@@ -177,11 +201,11 @@ inline double estimate(const Problem& p, const Config& c) {
   const int terms = weight_terms(p.weight);
   const double part_k = static_cast<double>(ceil_div(p.k, c.split));
   const double ctas = static_cast<double>(ceil_div(c.ctas, p.resident[c.split]));  // of the busiest SM
-  const bool light = c.smem_bytes <= kSmemLimitOfTwo && (stream || c.rows * c.k_groups == 64);
+  const bool light = shares_sm(c);
   const double weight_row = static_cast<double>(weight_bytes(p.weight));
   const double cta_bytes = part_k * (c.rows * weight_row + c.tokens * 2.0);
   const double fifo_bytes = stream ? kStreamWarps * c.stages * stream_stage_bytes(c.rows, c.tokens, p.weight)
-                                   : c.stages * tile_stage_bytes(c.rows, c.tokens, p.weight);
+                                   : c.stages * tile_stage_bytes(c.rows, c.k_groups, c.tokens, p.weight);
   const double in_flight = std::min(cta_bytes, fifo_bytes) * (light ? std::min(ctas, 2.0) : 1.0);
   const double load = ctas * cta_bytes / std::min(kLoadRate, in_flight / kLoadLatency);
   double math;
@@ -191,7 +215,9 @@ inline double estimate(const Problem& p, const Config& c) {
   } else {
     // Of 64 rows and 16 of k: the tensor cores, or shared memory (copies in, weights out, tokens read for each term).
     const double tensor = terms * (c.tokens >= 64 ? c.tokens / 2.0 : 16 + c.tokens / 4.0);
-    const double smem = (64 * 16 * weight_row * 2 + c.tokens * 32.0 / (c.rows / 64)) / 128 + terms * c.tokens / 4.0;
+    const int readers = WgmmaTile{c.rows, c.k_groups, c.tokens}.token_groups();  // of a weight
+    const double smem =
+        (64 * 16 * weight_row * (1 + readers) + c.tokens * 32.0 / (c.rows / 64)) / 128 + terms * c.tokens / 4.0;
     math = ctas * part_k / 16 * (c.rows / 64) * std::max(tensor, smem) * 1.39 / kClock;
   }
   const double memory =
@@ -216,7 +242,9 @@ inline Config choose(const Problem& p) {
              .tokens = row.tokens,
              .k_groups = row.k_groups,
              .split = row.split};
-    if (complete(p, c, row.stages) == nullptr) return c;
+    if (complete(p, c, row.stages) != nullptr) continue;
+    // A cluster of more CTAs than a GPU takes, or than are free on a partitioned one.
+    if (c.ctas <= int64_t{p.resident[c.split]} * (shares_sm(c) ? 2 : 1) || c.split == 1) return c;
   }
   Config best;
   double best_time = 0;
@@ -238,7 +266,7 @@ inline Config choose(const Problem& p) {
     fixed_split = choose(one).split;
   }
   for (int split = 1; split <= kMaxCluster; ++split) {
-    if (fixed_split != 0 && split != fixed_split) continue;
+    if (p.resident[split] == 0 || (fixed_split != 0 && split != fixed_split)) continue;
     const bool short_parts =
         ceil_div(ceil_div(p.k, kStreamStepK), kStreamWarps * split) * kStreamStepK <= kStreamMaxPartK;
     for (const StreamTile& t : kStreamTiles) {

@@ -33,7 +33,8 @@ struct TileParams {
   int sum_part;  // blocks of a split sum that a rank owns; see router_tile.cuh
   int weight_columns;  // of one weight copy: 64 where k is a multiple of 32 (fp32), else one 128-byte box
   int stages;
-  int prefetch;  // 1: weights may be read before the predecessor has ended
+  int prefetch;     // 1: weights may be read before the predecessor has ended
+  int l2_prefetch;  // 1: what the first stages don't hold is brought to L2 before the predecessor has ended
 };
 
 struct TopkParams {

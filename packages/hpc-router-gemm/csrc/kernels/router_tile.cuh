@@ -2,20 +2,22 @@
 //
 // Tile    64 WM expert rows (the M of wgmma, A from registers) x NT tokens (its N, from shared memory). Grid (split,
 //         expert tiles, token tiles); the `split` CTAs of a tile are one cluster, each with a part of k.
-// Warps   WM x WK consumer warpgroups, then producer warps, of which one thread each issues the copies for every second
-//         or fourth slot of the ring: one thread alone takes 0.1 us a stage. A consumer (wm, wk) has rows 64 wm to
-//         64 wm + 63 and the wk-th part of every stage's k. One consumer alone leaves room for a second CTA on the SM:
+// Warps   WM x WK x WN consumer warpgroups, then producer warps, of which one thread each issues the copies for every
+//         second or fourth slot of the ring: one thread alone takes 0.1 us a stage. A consumer has 64 rows, the tokens
+//         of its wn and the wk-th part of every stage's k. One consumer alone leaves room for a second CTA on the SM:
 //         the next call's, which then starts, reads its weights and waits while this one still works.
-// Stages  k = 64 each: weight rows (fp32: two boxes of 32 columns) and token rows, 128-byte swizzle.
+// Stages  k = 64 or 32 each: weight rows (fp32: boxes of 32 columns) in the 128-byte swizzle, and token rows in the
+//         swizzle of their width.
 // Rows    lane group g takes row 2 (g % 4) + g / 4 of each 8: with the natural order, rows 0 and 1 of the swizzle would
 //         meet in the same banks. The epilogue undoes it.
-// Math    windows of 1 or 2 k16 steps: fragments of the next window are read and split while this one multiplies. The
-//         smaller terms come first: in each window, or, with three terms, in each group of 4 steps. The tensor core
-//         truncates each sum, so the accumulator is moved to an ordinary fp32 sum every 8 of a consumer's steps (4 but
-//         for two terms) and restarted.
+// Math    k16 steps. While a step's products run, the weights of the next are split and those after it read. Smaller
+//         terms come first: in each step, or, with three terms, in each group of 4. The tensor core truncates each sum,
+//         so the accumulator is moved to an ordinary fp32 sum, and restarted, every 16 of a consumer's steps for two
+//         terms, else every 4.
 // Sum     over the k groups in shared memory, then over the cluster (cluster.cuh), ranks ascending. Both lie over the
 //         stages: a cluster barrier after the products says that nobody needs them any more.
-// PDL     the first stages' weights are requested before pdl_wait() where params.prefetch allows it; x after it.
+// PDL     before pdl_wait() the first stages' weights are requested where params.prefetch allows it, and what follows
+//         is brought to L2 where params.l2_prefetch says so, x too: that reads nothing, so it may still be written.
 #pragma once
 
 #include <cuda.h>
@@ -31,24 +33,31 @@
 
 namespace hpc::router {
 
-template <int WM, int WK, int NT, Weight kWeight>
+template <int WM, int WK, int WN, int NT, Weight kWeight>
 struct TileShape {
   static constexpr int kTerms = weight_terms(kWeight);
   static constexpr bool kFloat = kWeight != Weight::kBf16;
   static constexpr int kRows = 64 * WM;
-  static constexpr int kConsumers = WM * WK;
+  static constexpr int kTokens = NT / WN;  // of a consumer
+  static constexpr int kConsumers = WM * WK * WN;
   // With several consumers the producers are a whole warpgroup, so that it can give its registers away.
   static constexpr int kProducers = kConsumers == 1 ? 2 : 4;  // warps
   static constexpr int kThreads = 128 * kConsumers + 32 * kProducers;
-  static constexpr int kMinCtas = kConsumers == 1 ? 2 : 1;                                                  // of an SM
-  static constexpr int kWindow = NT > 160 || (kConsumers == 1 && NT >= (kTerms == 3 ? 104 : 128)) ? 1 : 2;  // k16 steps
-  static constexpr int kPromote = kTerms == 2 ? 8 : 4;                                                      // k16 steps
-  static constexpr int kGroup = kTerms == 3 ? 4 : kWindow;  // k16 steps whose smaller terms come before their first
-  static constexpr int kBlockK = tile_block_k(WK);          // 8 k16 steps for each consumer
-  static constexpr int kBlockStages = kBlockK / kTileStageK;
-  static constexpr int kHalfBytes = kRows * 128;  // a box of weights
-  static constexpr int kWeightBytes = kHalfBytes * (kFloat ? 2 : 1);
-  static constexpr int kStageBytes = tile_stage_bytes(kRows, NT, kWeight);
+  static constexpr int kMinCtas = kConsumers == 1 ? 2 : 1;  // of an SM
+  // k16 steps of one accumulator: kPromoteBlocks blocks, or kPromote steps of a block.
+  static constexpr int kPromoteBlocks = kTerms == 2 ? 2 : 1;
+  static constexpr int kPromote = kTerms == 2 ? 8 : 4;
+  static constexpr int kGroup = kTerms == 3 ? 4 : 1;  // k16 steps whose smaller terms come before their first
+  static constexpr int kBlockK = tile_block_k(WK);    // 8 k16 steps for each consumer
+  static constexpr int kStageK = tile_stage_k(kRows, WK, NT, kWeight);
+  static constexpr int kBlockStages = kBlockK / kStageK;
+  static constexpr int kBoxes = kFloat && kStageK == 64 ? 2 : 1;  // of weights in a stage
+  static constexpr int kHalfBytes = kRows * 128;                  // one of them
+  static constexpr int kWeightBytes = kHalfBytes * kBoxes;
+  static constexpr int kStageBytes = tile_stage_bytes(kRows, WK, NT, kWeight);
+  static_assert(kStageBytes % 1024 == 0 && kTokens * kStageK * 2 % 512 == 0, "swizzled rows are aligned");
+  // Stages requested before the first has come: with large ones, a CTA that starts late waits for everybody's.
+  static constexpr int kBurst = WM == 1 && NT >= 192 ? 2 : kTileMaxStages;
 };
 
 __device__ __forceinline__ float2 load_shared_pair(uint32_t smem) {
@@ -61,6 +70,11 @@ __device__ __forceinline__ float4 load_shared_quad(uint32_t smem) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(smem));
   return v;
+}
+
+__device__ __forceinline__ void store_shared_quad(uint32_t smem, float4 v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
 }
 
 __device__ __forceinline__ uint32_t load_shared_word(uint32_t smem) {
@@ -97,10 +111,10 @@ struct TileBlocks {
 };
 
 // The thread of producer warp `warp`: fills every kProducers-th slot of the ring with this CTA's part of k.
-template <int WM, int WK, int NT, Weight kWeight>
+template <int WM, int WK, int WN, int NT, Weight kWeight>
 __device__ __forceinline__ void produce_tiles(const TileParams& p, int warp, const CUtensorMap* weight_map,
                                               const CUtensorMap* x_map, const TileMemory& memory) {
-  using Shape = TileShape<WM, WK, NT, kWeight>;
+  using Shape = TileShape<WM, WK, WN, NT, kWeight>;
   constexpr int kProducers = Shape::kProducers;
   const TileBlocks blocks(p, blockIdx.x);
   const int total = blocks.count * Shape::kBlockStages;
@@ -111,17 +125,17 @@ __device__ __forceinline__ void produce_tiles(const TileParams& p, int warp, con
   const auto load_weight = [&](int slot, int i) {
     const uint32_t barrier = memory.full + slot * 8;
     const uint32_t target = memory.stages + slot * Shape::kStageBytes;
-    const int k = k0 + i * kTileStageK;
-    if (Shape::kFloat && p.weight_columns == 64) {  // the map has chunks of 32 columns, two to a copy
+    const int k = k0 + i * Shape::kStageK;
+    if (Shape::kBoxes == 2 && p.weight_columns == 64) {  // the map has chunks of 32 columns, two to a copy
       tma_load_3d(target, weight_map, barrier, 0, row0, k / 32);
     } else {
       tma_load_3d(target, weight_map, barrier, k, row0, 0);
-      if (Shape::kFloat) tma_load_3d(target + Shape::kHalfBytes, weight_map, barrier, k + 32, row0, 0);
+      if (Shape::kBoxes == 2) tma_load_3d(target + Shape::kHalfBytes, weight_map, barrier, k + 32, row0, 0);
     }
   };
   const auto load_x = [&](int slot, int i) {
     tma_load_2d(memory.stages + slot * Shape::kStageBytes + Shape::kWeightBytes, x_map, memory.full + slot * 8,
-                k0 + i * kTileStageK, token0);
+                k0 + i * Shape::kStageK, token0);
   };
 
   // Weights requested before the tokens of the first stage: all where the call starts under its predecessor; else few,
@@ -135,10 +149,27 @@ __device__ __forceinline__ void produce_tiles(const TileParams& p, int warp, con
     mbarrier_arrive_expect_tx(memory.full + i * 8, Shape::kStageBytes);
     load_weight(i, i);
   }
+  if (Shape::kConsumers == 1 && p.l2_prefetch) {
+#pragma unroll 1
+    for (int i = warp; i < total; i += kProducers) {
+      const int k = k0 + i * Shape::kStageK;
+      const int turn = i / kProducers;  // what the CTAs of a row or column of tiles share is divided among them
+      if (turn % gridDim.y == blockIdx.y) tma_prefetch_2d(x_map, k, token0);
+      if (i >= ahead && turn % gridDim.z == blockIdx.z) {
+        if (Shape::kBoxes == 2 && p.weight_columns == 64) {
+          tma_prefetch_3d(weight_map, 0, row0, k / 32);
+        } else {
+          tma_prefetch_3d(weight_map, k, row0, 0);
+          if (Shape::kBoxes == 2) tma_prefetch_3d(weight_map, k + 32, row0, 0);
+        }
+      }
+    }
+  }
   if (p.prefetch) pdl_wait();
   pdl_trigger();
 #pragma unroll 1
   for (int i = warp; i < early; i += kProducers) {
+    if (i >= Shape::kBurst) mbarrier_wait(memory.full + (i - Shape::kBurst) * 8, 0);
     if (i >= ahead) {
       mbarrier_arrive_expect_tx(memory.full + i * 8, Shape::kStageBytes);
       load_weight(i, i);
@@ -159,36 +190,44 @@ __device__ __forceinline__ void produce_tiles(const TileParams& p, int warp, con
   }
 }
 
-// Reads and splits the A fragments of k16 step `step` of a stage: the first term's, and the others'.
-template <int WM, Weight kWeight, int Terms, int Others>
-__device__ __forceinline__ void load_fragment(uint32_t weights, uint32_t lane_offset, int step, uint32_t (&first)[4],
-                                              uint32_t (&others)[Others][4]) {
+// Descriptor of token rows of 128 or 64 bytes in the swizzle of that width (8 rows are 1,024 or 512 bytes apart).
+template <int StageK>
+__device__ __forceinline__ uint64_t tokens_descriptor(uint32_t smem) {
+  if constexpr (StageK == 64) return wgmma_descriptor(smem);
+  return (uint64_t{2} << 62) | (uint64_t{512 >> 4} << 32) | (uint64_t{1} << 16) | ((smem >> 4) & 0x3FFF);
+}
+
+// The weights of one k16 step of a stage as a lane's A fragment wants them: word i is row half i % 2, k half i / 2.
+template <Weight kWeight>
+struct RawFragment {
+  float2 pairs[4];
+};
+template <>
+struct RawFragment<Weight::kBf16> {
+  uint32_t words[4];
+};
+
+template <int WM, Weight kWeight>
+__device__ __forceinline__ void load_raw(uint32_t weights, uint32_t lane_offset, int step, RawFragment<kWeight>& raw) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {  // row half i % 2, k half i / 2
+  for (int i = 0; i < 4; ++i) {
     if constexpr (kWeight == Weight::kBf16) {
-      first[i] = load_shared_word(weights + (lane_offset ^ ((2 * step + i / 2) << 4)) + i % 2 * 1024);
+      raw.words[i] = load_shared_word(weights + (lane_offset ^ ((2 * step + i / 2) << 4)) + i % 2 * 1024);
     } else {
       const uint32_t half = weights + step / 2 * (WM * 64 * 128);
-      const float2 v = load_shared_pair(half + (lane_offset ^ ((step % 2 * 2 + i / 2) << 5)) + i % 2 * 1024);
-      uint32_t terms[Terms];
-      split_pair<Terms>(v.x, v.y, terms);
-      first[i] = terms[0];
-#pragma unroll
-      for (int term = 1; term < Terms; ++term) others[term - 1][i] = terms[term];
+      raw.pairs[i] = load_shared_pair(half + (lane_offset ^ ((step % 2 * 2 + i / 2) << 5)) + i % 2 * 1024);
     }
   }
 }
 
 // The products of consumer (wm, wk), in sum[].
-template <int WM, int WK, int NT, Weight kWeight, int wk>
-__device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, const TileMemory& memory,
-                                               float (&sum)[NT / 2]) {
-  using Shape = TileShape<WM, WK, NT, kWeight>;
+template <int WM, int WK, int WN, int NT, Weight kWeight, int wk>
+__device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int wn, const TileMemory& memory,
+                                               float (&sum)[NT / WN / 2]) {
+  using Shape = TileShape<WM, WK, WN, NT, kWeight>;
+  constexpr int kTokens = Shape::kTokens;
   constexpr int kTerms = Shape::kTerms;
-  constexpr int kWindow = Shape::kWindow;
-  constexpr int kWindows = 8 / kWindow;  // of a block
-  constexpr int kSteps = 4 / WK;         // k16 steps of a stage that are this consumer's
-  constexpr int kStageWindows = kSteps / kWindow;
+  constexpr int kSteps = Shape::kStageK / 16 / WK;  // k16 steps of a stage that are this consumer's
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % 4;
   const int g = lane / 4;
@@ -205,28 +244,36 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, cons
   const auto weights_of = [&](int slot) { return memory.stages + slot * Shape::kStageBytes; };
 
 #pragma unroll
-  for (int i = 0; i < NT / 2; ++i) sum[i] = 0.0f;
-  float part[NT / 2];
-  // Fragments of the window being multiplied and of the next. Those of the first term are kept to the end of their
-  // group, so the next group's first window has registers of its own.
+  for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.0f;
+  float part[kTokens / 2];
+  // Fragments of the step being multiplied and of the next. Those of the first term are kept to the end of their
+  // group, so the next group's first step has registers of its own.
   constexpr int kOthers = kTerms > 1 ? kTerms - 1 : 1;
   constexpr int kGroup = Shape::kGroup;
-  uint32_t others[2][kWindow][kOthers][4];
-  uint32_t first[kWindow + kGroup][4];
-  const auto first_index = [](int step) {
-    const int place = step % kGroup;
-    return place < kWindow ? step / kGroup % 2 * kWindow + place : kWindow + place;
-  };
-  const auto load_window = [&](int slot, int step) {
+  uint32_t others[2][kOthers][4];
+  uint32_t first[1 + kGroup][4];
+  // Weights of the next step but one; where registers are short, of the next one.
+  RawFragment<kWeight> raw;
+  constexpr int kAhead = kTerms == 3 && kTokens >= 128 ? 1 : 2;
+  const auto first_index = [](int step) { return step % kGroup == 0 ? step / kGroup % 2 : 1 + step % kGroup; };
+  const auto split = [&](int step, int from) {  // words from and from + 1
 #pragma unroll
-    for (int j = 0; j < kWindow; ++j) {
-      load_fragment<WM, kWeight, kTerms, kOthers>(weights_of(slot) + own_offset, lane_offset, (step + j) % kSteps,
-                                                  first[first_index(step + j)], others[step / kWindow % 2][j]);
+    for (int i = from; i < from + 2; ++i) {
+      if constexpr (kWeight == Weight::kBf16) {
+        first[first_index(step)][i] = raw.words[i];
+      } else {
+        uint32_t terms[kTerms];
+        split_pair<kTerms>(raw.pairs[i].x, raw.pairs[i].y, terms);
+        first[first_index(step)][i] = terms[0];
+#pragma unroll
+        for (int term = 1; term < kTerms; ++term) others[step % 2][term - 1][i] = terms[term];
+      }
     }
   };
   const auto before = [&](int slot) { return slot == 0 ? p.stages - 1 : slot - 1; };
+  const uint32_t own_tokens = Shape::kWeightBytes + wn * kTokens * Shape::kStageK * 2;
   const auto tokens_of = [&](int slot) {
-    return wgmma_descriptor(weights_of(slot) + Shape::kWeightBytes) + 2 * wk * kSteps;
+    return tokens_descriptor<Shape::kStageK>(weights_of(slot) + own_tokens) + 2 * wk * kSteps;
   };
   // Stages are freed by whole groups of steps.
   constexpr int kFreeSteps = kGroup > kSteps ? kGroup : kSteps;
@@ -234,57 +281,82 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, cons
     release(last_slot);
     if (kFreeSteps > kSteps) release(before(last_slot));
   };
-  Ring ring;  // of the window being read
+  Ring ring;     // of raw
+  int slot = 0;  // of the step being multiplied
   mbarrier_wait(memory.full, 0);
-  load_window(0, 0);
+  load_raw<WM, kWeight>(memory.stages + own_offset, lane_offset, 0, raw);
+  split(0, 0);
+  split(0, 2);
+  if (kAhead == 2) load_raw<WM, kWeight>(memory.stages + own_offset, lane_offset, 1, raw);
+  const auto fetch = [&](int step) {
+    if (step % kSteps == 0) {
+      ring.advance(1, p.stages);
+      mbarrier_wait(memory.full + ring.slot * 8, ring.phase);
+    }
+    load_raw<WM, kWeight>(weights_of(ring.slot) + own_offset, lane_offset, step % kSteps, raw);
+  };
 
-#pragma unroll 1
-  for (int block = 0; block < blocks; ++block) {
-    int slot = ring.slot;  // of the window being multiplied
+  // One block of k: 8 of this consumer's steps. kFresh: the accumulator starts anew; kMove: it is moved to sum[] at the
+  // end of the block.
+  const auto multiply_block = [&]<bool kFresh, bool kMove>(bool last) {
 #pragma unroll
-    for (int w = 0; w < kWindows; ++w) {
-      const int step = w * kWindow;  // of 8 in the block
-      const uint64_t x = tokens_of(slot);
+    for (int step = 0; step < 8; ++step) {
+      const bool ends_group = (step + 1) % kGroup == 0;
+      if (step % kSteps == 0) slot = step == 0 ? slot : slot + 1 == p.stages ? 0 : slot + 1;
+      const uint64_t x = tokens_of(slot) + 2 * (step % kSteps);
+      const bool starts = kFresh && step % Shape::kPromote == 0;  // the accumulator
       wgmma_fence(part);
       wgmma_arrive();
-#pragma unroll
-      for (int term = kTerms - 1; term >= 1; --term) {
-#pragma unroll
-        for (int j = 0; j < kWindow; ++j) {
-          wgmma_rs_bf16<NT>(part, others[w % 2][j][term - 1], x + 2 * (step % kSteps + j),
-                            !(step % Shape::kPromote == 0 && term == kTerms - 1 && j == 0));
-        }
-      }
-      if ((step + kWindow) % kGroup == 0) {
-        const uint64_t x_before = kGroup > kSteps ? tokens_of(before(slot)) : x;
+      const auto multiply_first = [&] {
+        const uint64_t x_before = kGroup > kSteps ? tokens_of(before(slot)) : tokens_of(slot);
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
-          const int at = step + kWindow - kGroup + i;
-          wgmma_rs_bf16<NT>(part, first[first_index(at)],
-                            (at / kSteps == step / kSteps ? x : x_before) + 2 * (at % kSteps),
-                            !(at % Shape::kPromote == 0 && kTerms == 1));
+          const int at = step + 1 - kGroup + i;
+          wgmma_rs_bf16<kTokens>(part, first[first_index(at)],
+                                 (at / kSteps == step / kSteps ? tokens_of(slot) : x_before) + 2 * (at % kSteps),
+                                 !(starts && kTerms == 1));
         }
+      };
+      if constexpr (kTerms > 1) {
+        wgmma_rs_bf16<kTokens>(part, others[step % 2][kTerms - 2], x, !starts);
+      } else {
+        multiply_first();
       }
       wgmma_commit();
-      wgmma_wait<1>();  // the window before: its registers and, at the end of a group, its shared memory are free
-      if (w > 0 && step % kFreeSteps == 0) release_group(before(slot));
-      if (w + 1 < kWindows || block + 1 < blocks) {
-        if ((w + 1) % kStageWindows == 0) {
-          ring.advance(1, p.stages);
-          mbarrier_wait(memory.full + ring.slot * 8, ring.phase);
-        }
-        load_window(ring.slot, (step + kWindow) % 8);
+      wgmma_wait<1>();  // the step before: its registers and, at the end of a group, its shared memory are free
+      if (step % kFreeSteps == 0 && (step > 0 || !kFresh)) release_group(before(slot));
+      const bool more = step + 1 < 8 || !last;
+      if (kAhead == 1 && more) fetch(step + 1);
+      if (more) split(step + 1, 0);
+      if (kAhead == 1 && more) split(step + 1, 2);
+      if constexpr (kTerms > 1) {
+        wgmma_arrive();
+        if constexpr (kTerms == 3) wgmma_rs_bf16<kTokens>(part, others[step % 2][0], x, true);
+        if (ends_group) multiply_first();
+        if (kTerms == 3 || ends_group) wgmma_commit();
       }
-      if ((step + kWindow) % Shape::kPromote == 0) {
+      if (kAhead == 2 && more) split(step + 1, 2);
+      if (kAhead == 2 && (step + 2 < 8 || !last)) fetch(step + 2);
+      if (kMove && (step + 1) % Shape::kPromote == 0) {
         wgmma_wait<0>();
         wgmma_fence(part);
 #pragma unroll
-        for (int i = 0; i < NT / 2; ++i) sum[i] += part[i];
+        for (int i = 0; i < kTokens / 2; ++i) sum[i] += part[i];
       }
-      if (w + 1 < kWindows) slot = ring.slot;
     }
-    release_group(slot);
+    if (kMove) release_group(slot);  // else in the next block's first step
+    slot = slot + 1 == p.stages ? 0 : slot + 1;
+  };
+  int block = 0;
+  if constexpr (Shape::kPromoteBlocks == 2) {
+#pragma unroll 1
+    for (; block + 2 <= blocks; block += 2) {
+      multiply_block.template operator()<true, false>(false);
+      multiply_block.template operator()<false, true>(block + 2 == blocks);
+    }
   }
+#pragma unroll 1
+  for (; block < blocks; ++block) multiply_block.template operator()<true, true>(block + 1 == blocks);
 }
 
 // What follows the products. A block is 64 rows x 8 tokens, one float4 (quad) a thread: {row, token}, {row, token + 1},
@@ -297,7 +369,7 @@ struct TileBlock {
   static constexpr int kBytes = 2048;
 
   static __device__ __forceinline__ int owned(const TileParams& p, int rank) {
-    return min(p.sum_part, max(0, kBlocks - rank * p.sum_part));
+    return (kBlocks - rank + p.split - 1) / p.split;
   }
 };
 
@@ -332,12 +404,14 @@ struct TileStore {
   }
 };
 
-template <int WM, int WK, int NT, Weight kWeight>
-__global__ void __launch_bounds__(TileShape<WM, WK, NT, kWeight>::kThreads, TileShape<WM, WK, NT, kWeight>::kMinCtas)
+template <int WM, int WK, int WN, int NT, Weight kWeight>
+__global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
+                                  TileShape<WM, WK, WN, NT, kWeight>::kMinCtas)
     router_tile_kernel(const TileParams p, const __grid_constant__ CUtensorMap weight_map,
                        const __grid_constant__ CUtensorMap x_map) {
-  using Shape = TileShape<WM, WK, NT, kWeight>;
+  using Shape = TileShape<WM, WK, WN, NT, kWeight>;
   using Block = TileBlock<WM, NT>;
+  constexpr int kBlocks = Shape::kTokens / 8;  // of a consumer
   constexpr int kConsumerThreads = 128 * Shape::kConsumers;
   extern __shared__ uint8_t smem_raw[];
   TileMemory memory;
@@ -356,7 +430,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kWeight>::kThreads, Tile
     }
     if (threadIdx.x == 31 && p.split > 1) {
       mbarrier_init(memory.sums_barrier, 1);
-      mbarrier_arrive_expect_tx(memory.sums_barrier, Block::owned(p, rank) * p.split * Block::kBytes);
+      mbarrier_arrive_expect_tx(memory.sums_barrier, Block::owned(p, rank) * (p.split - 1) * Block::kBytes);
     }
     mbarrier_init_fence();
   } else if (threadIdx.x == kConsumerThreads) {
@@ -367,7 +441,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kWeight>::kThreads, Tile
   if (producer) {
     if constexpr (Shape::kConsumers == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x % 32 == 0) {
-      produce_tiles<WM, WK, NT, kWeight>(p, (threadIdx.x - kConsumerThreads) / 32, &weight_map, &x_map, memory);
+      produce_tiles<WM, WK, WN, NT, kWeight>(p, (threadIdx.x - kConsumerThreads) / 32, &weight_map, &x_map, memory);
     } else {
       pdl_wait();
       pdl_trigger();
@@ -382,36 +456,35 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kWeight>::kThreads, Tile
   if constexpr (Shape::kConsumers == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
   pdl_wait();
   pdl_trigger();
-  float sum[NT / 2];
+  float sum[Shape::kTokens / 2];
   if (WK == 1 || group / WM == 0) {
-    multiply_tiles<WM, WK, NT, kWeight, 0>(p, group % WM, memory, sum);
+    multiply_tiles<WM, WK, WN, NT, kWeight, 0>(p, group % WM, WN == 1 ? 0 : group / WM, memory, sum);
   } else {
-    multiply_tiles<WM, WK, NT, kWeight, WK - 1>(p, group % WM, memory, sum);
+    multiply_tiles<WM, WK, WN, NT, kWeight, WK - 1>(p, group % WM, 0, memory, sum);
   }
 
   int tid;  // anew: no register holds it during the products
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
   const int thread = tid % 128;
   const int wm = tid / 128 % WM;
-  const int wk = tid / 128 / WM;
+  const int wk = WK == 1 ? 0 : tid / 128 / WM;
+  const int wn = WN == 1 ? 0 : tid / 128 / WM;
 
   // The k groups exchange halves of their sums over the stages.
   if constexpr (WK == 2) {
-    constexpr int kHalf = Block::kTokenBlocks / 2;  // token blocks of k group 0; the other has the rest
+    constexpr int kHalf = kBlocks / 2;  // token blocks of k group 0; the other has the rest
     const uint32_t mine = memory.stages + (wm * 128 + thread) * 16;
     constexpr int kStride = WM * Block::kBytes;
     named_barrier_sync(1, kConsumerThreads);
 #pragma unroll
-    for (int b = 0; b < Block::kTokenBlocks; ++b) {
+    for (int b = 0; b < kBlocks; ++b) {
       if ((b < kHalf) == (wk == 1)) {
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mine + b * kStride), "f"(sum[4 * b]),
-                     "f"(sum[4 * b + 1]), "f"(sum[4 * b + 2]), "f"(sum[4 * b + 3])
-                     : "memory");
+        store_shared_quad(mine + b * kStride, make_float4(sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]));
       }
     }
     named_barrier_sync(1, kConsumerThreads);
 #pragma unroll
-    for (int b = 0; b < Block::kTokenBlocks; ++b) {
+    for (int b = 0; b < kBlocks; ++b) {
       if ((b < kHalf) == (wk == 0)) {
         const float4 v = load_shared_quad(mine + b * kStride);
         sum[4 * b] += v.x;
@@ -421,14 +494,15 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kWeight>::kThreads, Tile
       }
     }
   }
-  const auto owns_block = [&](int b) { return WK == 1 || (b < Block::kTokenBlocks / 2) == (wk == 0); };
+  const auto owns_block = [&](int b) { return WK == 1 || (b < kBlocks / 2) == (wk == 0); };
 
   const int64_t token0 = static_cast<int64_t>(blockIdx.z) * NT;
   const TileStore store(p, blockIdx.y * Shape::kRows, token0, thread);
   if (p.split == 1) {
 #pragma unroll
-    for (int b = 0; b < Block::kTokenBlocks; ++b) {
-      if (owns_block(b)) store(wm, b, make_float4(sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]));
+    for (int b = 0; b < kBlocks; ++b) {
+      if (owns_block(b))
+        store(wm, wn * kBlocks + b, make_float4(sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]));
     }
     return;
   }
@@ -436,41 +510,74 @@ __global__ void __launch_bounds__(TileShape<WM, WK, NT, kWeight>::kThreads, Tile
   // Everybody has finished with its stages (relaxed: they were only read), and its barrier exists.
   cluster_arrive_relaxed();
   cluster_wait();
-  int owner = wm * Block::kTokenBlocks / p.sum_part;
-  int index = wm * Block::kTokenBlocks - owner * p.sum_part;
+  // Block b of the tile is rank b % split's, its block b / split, and comes to it from everybody, itself included.
+  const int first_block = wm * Block::kTokenBlocks + wn * kBlocks;
   const uint32_t my_slot = memory.stages + rank * p.sum_part * Block::kBytes + thread * 16;
+  int owner = first_block % p.split;
+  int index = first_block / p.split;
 #pragma unroll
-  for (int b = 0; b < Block::kTokenBlocks; ++b) {
+  for (int b = 0; b < kBlocks; ++b) {
     if (owns_block(b)) {
-      store_async_16(cluster_address(my_slot + index * Block::kBytes, owner),
-                     cluster_address(memory.sums_barrier, owner),
-                     make_float4(sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]));
-    }
-    if (++index == p.sum_part) index = 0, ++owner;
-  }
-  const int owned = Block::owned(p, rank);
-  if (owned == 0) return;
-  mbarrier_wait(memory.sums_barrier, 0);
-#pragma unroll 1
-  for (int i = tid / 128; i < owned; i += Shape::kConsumers) {
-    // All loads first: one after the other would wait for each.
-    float4 ranks[kMaxCluster];
-#pragma unroll
-    for (int r = 0; r < kMaxCluster; ++r) {
-      if (r < p.split) ranks[r] = load_shared_quad(memory.stages + ((r * p.sum_part + i) * 128 + thread) * 16);
-    }
-    float4 v = ranks[0];
-#pragma unroll
-    for (int r = 1; r < kMaxCluster; ++r) {
-      if (r < p.split) {
-        v.x += ranks[r].x;
-        v.y += ranks[r].y;
-        v.z += ranks[r].z;
-        v.w += ranks[r].w;
+      const uint32_t slot = my_slot + index * Block::kBytes;
+      const float4 v = make_float4(sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]);
+      if (owner == rank) {
+        store_shared_quad(slot, v);  // read by this very thread
+      } else {
+        store_async_16(cluster_address(slot, owner), cluster_address(memory.sums_barrier, owner), v);
       }
     }
-    const int block = rank * p.sum_part + i;
-    store(WM == 1 ? 0 : block / Block::kTokenBlocks, WM == 1 ? block : block % Block::kTokenBlocks, v);
+    if (++owner == p.split) owner = 0, ++index;
+  }
+  if (Block::owned(p, rank) == 0) return;
+  mbarrier_wait(memory.sums_barrier, 0);
+  // The blocks of this k group's that this rank owns.
+  const int begin = WK == 2 && wk == 1 ? kBlocks / 2 : 0;
+  const int end = WK == 2 && wk == 0 ? kBlocks / 2 : kBlocks;
+  const auto add_and_store = [&]<int kSplit, int kUnroll>() {
+    const int split = kSplit > 0 ? kSplit : p.split;
+    int b = begin + (rank + p.split - (first_block + begin) % p.split) % p.split;
+    uint32_t slot = memory.stages + (first_block + b) / p.split * Block::kBytes + thread * 16;
+    const uint32_t next_rank = p.sum_part * Block::kBytes;
+#pragma unroll 1
+    while (b < end) {
+      // All loads first: one after the other would wait for each.
+      float4 parts[kUnroll][kSplit > 0 ? kSplit : 1];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+        for (int r = 0; r < (kSplit > 0 ? kSplit : 1); ++r) {
+          parts[u][r] = load_shared_quad(slot + (b + u * split < end ? u : 0) * Block::kBytes + r * next_rank);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        float4 v = parts[u][0];
+#pragma unroll
+        for (int r = 1; r < split; ++r) {
+          const float4 part = kSplit > 0 ? parts[u][r < kSplit ? r : 0] : load_shared_quad(slot + r * next_rank);
+          v.x += part.x;
+          v.y += part.y;
+          v.z += part.z;
+          v.w += part.w;
+        }
+        if (b + u * split < end) store(wm, wn * kBlocks + b + u * split, v);
+      }
+      b += kUnroll * split;
+      slot += kUnroll * Block::kBytes;
+    }
+  };
+  switch (p.split) {
+    case 2:
+      add_and_store.template operator()<2, 4>();
+      break;
+    case 4:
+      add_and_store.template operator()<4, 2>();
+      break;
+    case 8:
+      add_and_store.template operator()<8, 2>();
+      break;
+    default:
+      add_and_store.template operator()<0, 1>();
   }
 }
 

@@ -12,6 +12,10 @@ __global__ void occupant() {}
 int resident_ctas(int cluster) {
   constexpr int kSmemBytes = 200 * 1024;  // one CTA an SM
   allow_smem(occupant, kSmemBytes);
+  if (cluster > 8) {
+    cuda_check(cudaFuncSetAttribute(occupant, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+               "cudaFuncSetAttribute(NonPortableClusterSizeAllowed)");
+  }
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
@@ -25,7 +29,7 @@ int resident_ctas(int cluster) {
   config.numAttrs = 1;
   int clusters = 0;
   cuda_check(cudaOccupancyMaxActiveClusters(&clusters, occupant, &config), "cudaOccupancyMaxActiveClusters");
-  return std::max(1, clusters) * cluster;
+  return (cluster > 8 ? clusters : std::max(1, clusters)) * cluster;
 }
 
 }  // namespace hpc::router

@@ -30,7 +30,8 @@ void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream);
 // The k best experts of each token.
 void launch_topk(const TopkParams& params, cudaStream_t stream);
 
-// CTAs of a kernel with one CTA an SM that are resident at once in clusters of `cluster`, on the current device.
+// CTAs of a kernel with one CTA an SM that are resident at once in clusters of `cluster`, on the current device; 0
+// where it takes no such cluster.
 int resident_ctas(int cluster);
 
 }  // namespace hpc::router

@@ -9,17 +9,17 @@
 
 namespace hpc::router {
 
-template <Weight kWeight, int WM, int WK, int NT>
+template <Weight kWeight, int WM, int WK, int WN, int NT>
 void launch_wgmma_tile(const TileParams& params, const CUtensorMap& weight_map, const CUtensorMap& x_map,
                        const Config& config, cudaStream_t stream) {
   LaunchConfig launch_config;
   launch_config.grid = dim3(config.split, static_cast<unsigned>(ceil_div(params.n, config.rows)),
                             static_cast<unsigned>(ceil_div(params.m, config.tokens)));
-  launch_config.block = dim3(TileShape<WM, WK, NT, kWeight>::kThreads);
+  launch_config.block = dim3(TileShape<WM, WK, WN, NT, kWeight>::kThreads);
   launch_config.smem_bytes = config.smem_bytes;
   launch_config.stream = stream;
   launch_config.cluster = config.split;
-  launch(router_tile_kernel<WM, WK, NT, kWeight>, launch_config, params, weight_map, x_map);
+  launch(router_tile_kernel<WM, WK, WN, NT, kWeight>, launch_config, params, weight_map, x_map);
 }
 
 // The weight as boxes of 128 bytes x rows. With `paired` the map has chunks of 32 columns and a box has two of them.
@@ -43,9 +43,13 @@ CUtensorMap weight_tensor_map(const Gemm& gemm, const Config& config, bool paire
       CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
+// Calls of more CTAs than this have no time before their predecessor's end that would be worth a prefetch to L2.
+constexpr int64_t kPrefetchCtas = 264;
+
 template <Weight kWeight>
 void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
-  const bool paired = kWeight != Weight::kBf16 && gemm.k % 32 == 0;
+  const int stage_k = tile_stage_k(config.rows, config.k_groups, config.tokens, kWeight);
+  const bool paired = kWeight != Weight::kBf16 && stage_k == 64 && gemm.k % 32 == 0;
   const int k_blocks = static_cast<int>(ceil_div(gemm.k, tile_block_k(config.k_groups)));
   TileParams params;
   params.y = gemm.y;
@@ -59,19 +63,25 @@ void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
   params.weight_columns = paired ? 64 : 128 / weight_bytes(kWeight);
   params.stages = config.stages;
   params.prefetch = gemm.prefetch;
+  params.l2_prefetch = shares_sm(config) && config.ctas <= kPrefetchCtas;
   const CUtensorMap weight_map = weight_tensor_map<kWeight>(gemm, config, paired);
   const auto k = static_cast<uint64_t>(gemm.k);
   const CUtensorMap x_map = make_tensor_map<2>("x", gemm.x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                                                {{k, static_cast<uint64_t>(gemm.m)},
                                                 {gemm.m > 1 ? static_cast<uint64_t>(gemm.x_stride) * 2 : k * 2},
-                                                {64, static_cast<uint32_t>(config.tokens)}},
-                                               CU_TENSOR_MAP_SWIZZLE_128B);
+                                                {static_cast<uint32_t>(stage_k), static_cast<uint32_t>(config.tokens)}},
+                                               stage_k == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
   using Launcher = void (*)(const TileParams&, const CUtensorMap&, const CUtensorMap&, const Config&, cudaStream_t);
-  static constexpr Launcher launchers[] = {launch_wgmma_tile<kWeight, 1, 1, 32>,  launch_wgmma_tile<kWeight, 1, 1, 64>,
-                                           launch_wgmma_tile<kWeight, 1, 1, 104>, launch_wgmma_tile<kWeight, 1, 1, 128>,
-                                           launch_wgmma_tile<kWeight, 1, 2, 104>, launch_wgmma_tile<kWeight, 1, 2, 128>,
-                                           launch_wgmma_tile<kWeight, 1, 2, 192>, launch_wgmma_tile<kWeight, 2, 1, 128>,
-                                           launch_wgmma_tile<kWeight, 2, 1, 192>};  // in the order of kWgmmaTiles
+  static constexpr Launcher launchers[] = {launch_wgmma_tile<kWeight, 1, 1, 1, 32>,
+                                           launch_wgmma_tile<kWeight, 1, 1, 1, 64>,
+                                           launch_wgmma_tile<kWeight, 1, 1, 1, 104>,
+                                           launch_wgmma_tile<kWeight, 1, 1, 1, 128>,
+                                           launch_wgmma_tile<kWeight, 1, 1, 2, 208>,
+                                           launch_wgmma_tile<kWeight, 1, 2, 1, 104>,
+                                           launch_wgmma_tile<kWeight, 1, 2, 1, 128>,
+                                           launch_wgmma_tile<kWeight, 1, 2, 1, 192>,
+                                           launch_wgmma_tile<kWeight, 2, 1, 1, 128>,
+                                           launch_wgmma_tile<kWeight, 2, 1, 1, 192>};  // in the order of kWgmmaTiles
   static_assert(std::size(launchers) == std::size(kWgmmaTiles));
   for (size_t i = 0; i < std::size(kWgmmaTiles); ++i) {
     const WgmmaTile& tile = kWgmmaTiles[i];

@@ -1,0 +1,105 @@
+"""What a call waits for on a GPU, and what runs beside it: predecessors that end late, streams, devices, graphs."""
+
+import pytest
+import torch
+from hpc_common.poison import bits
+from hpc_router_gemm import RouterWeight, linear, route, router_gemm
+
+pytestmark = pytest.mark.gpu
+
+
+def made(m: int, n: int, k: int, device: str = "cuda:0", seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn((m, k), generator=generator, device=device).to(torch.bfloat16)
+    return x, torch.randn((n, k), generator=generator, device=device)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+# The second call's kernel: stream, then tile with one and with two k groups, with and without a split of k.
+@pytest.mark.parametrize("m", [1, 16, 64, 208, 512, 1024, 2048])
+@pytest.mark.parametrize("captured", [False, True])
+def test_x_comes_from_a_call_that_still_runs(m: int, captured: bool) -> None:
+    """Each call lets the next one start while it runs itself; the next one's x is this one's scores.
+
+    One-hot tokens pick columns of a bf16 weight, so the fp32 scores are bf16 values: their bits are a bf16 x of every
+    second column zero. The first call's long K makes it late; each round picks other columns, so a stale x shows.
+    """
+    n, hidden, experts = 256, 16384, 192
+    picked = torch.randn((n, hidden), device="cuda").to(torch.bfloat16).float()
+    first, second = RouterWeight(picked), RouterWeight(torch.randn((experts, 2 * n), device="cuda"))
+    x = torch.zeros((m, hidden), device="cuda", dtype=torch.bfloat16)
+    scores = torch.empty((m, n), device="cuda")
+    out = torch.empty((m, experts), device="cuda")
+
+    def chain() -> None:
+        router_gemm(x, first, out=scores)
+        router_gemm(scores.view(torch.bfloat16), second, out=out)
+
+    chain()  # clears both `updated` flags: from here on the weights are read early
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            chain()
+    for seed in range(12):
+        hot = torch.randint(0, hidden, (m,), generator=torch.Generator().manual_seed(seed)).cuda()
+        x.zero_()
+        x[torch.arange(m, device="cuda"), hot] = 1
+        torch.cuda.synchronize()
+        graph.replay() if captured else chain()
+        torch.cuda.synchronize()
+        assert torch.equal(scores, picked[:, hot].T)
+        assert same_bits(out, router_gemm(scores.view(torch.bfloat16).clone(), second))
+
+
+def test_a_weight_written_just_before_is_read_after_that() -> None:
+    """update_ between calls of one stream, many times: the flag makes the call wait before it reads weights."""
+    for m in (1, 64, 512, 2048):
+        x, weight = made(m, 192, 4096)
+        choices = [weight * scale for scale in (1.0, 2.0, 4.0)]
+        want = [router_gemm(x, RouterWeight(choice)) for choice in choices]
+        w = RouterWeight(weight)
+        for round_ in range(30):
+            w.update_(choices[round_ % 3])
+            assert same_bits(router_gemm(x, w), want[round_ % 3])
+
+
+def test_streams_at_once() -> None:
+    """Calls of both kernels, with one weight and with several, on three streams together."""
+    problems = [made(m, n, k, seed=n) for m, n, k in ((1, 768, 6144), (512, 192, 4096), (1024, 384, 3072))]
+    weights = [RouterWeight(weight) for _, weight in problems]
+    want = [router_gemm(x, w) for (x, _), w in zip(problems, weights, strict=True)]
+    chosen = [route(x, w, 8) for (x, _), w in zip(problems, weights, strict=True)]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    got: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [[] for _ in problems]
+    for _ in range(40):
+        for which, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                x, w = problems[which][0], weights[which]
+                got[which].append((router_gemm(x, w), *route(x, w, 8)))
+    torch.cuda.synchronize()
+    for which, results in enumerate(got):
+        for scores, ids, probabilities in results:
+            assert same_bits(scores, want[which])
+            assert torch.equal(ids, chosen[which][0]) and same_bits(probabilities, chosen[which][1])
+
+
+def test_the_second_gpu() -> None:
+    """Tensors on cuda:1 while cuda:0 is current: same bits; tensors of two devices: refused."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for m in (1, 64, 512, 2048):
+        x, weight = made(m, 192, 4096)
+        here = [router_gemm(x, RouterWeight(weight)), linear(x, weight), *route(x, RouterWeight(weight), 8)]
+        x1, weight1 = x.to("cuda:1"), weight.to("cuda:1")
+        w1 = RouterWeight(weight1)
+        there = [router_gemm(x1, w1), linear(x1, weight1), *route(x1, w1, 8)]
+        assert torch.cuda.current_device() == 0
+        assert all(each.device == x1.device for each in there)
+        assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(here, there, strict=True))
+        with pytest.raises(ValueError, match="hpc_router_gemm.router_gemm: x: expected device cuda:1"):
+            router_gemm(x, w1)
