@@ -52,6 +52,13 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
   }
 }
 
+// Copies `bytes` from global to shared memory by the copy engine, completing on `barrier`; all multiples of 16 bytes.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // Orders this thread's earlier ordinary (and completed cp.async) accesses to shared memory before later accesses of the
 // asynchronous proxy: wgmma operands and bulk copies. Execute it in each writing thread, before the barrier that
 // publishes the data.

@@ -2,7 +2,7 @@
 //  1. Every CTA calls pdl_wait() before it exits, empty ones too: the end of a kernel then implies the end of its
 //     predecessor.
 //  2. pdl_trigger() comes after pdl_wait(): a kernel that starts early finds everything older than its direct
-//     predecessor complete and visible. (The combine kernel of decode goes earlier; its file says why that is safe.)
+//     predecessor complete and visible. (The kernels of decode go earlier; combine.cuh says why that is safe.)
 //  3. Before pdl_wait() only constants are read (weights, the plan of this step, page ids of earlier tokens), and
 //     nothing is written to global memory: the previous call may still use the workspace.
 #pragma once

@@ -29,7 +29,7 @@ EMULATION = Path(__file__).resolve().parent / "emulation"
 CSRC = EMULATION.parents[1] / "csrc"
 COMMON = EMULATION.parents[3] / "common" / "include"
 # Headers whose functions are PTX, and what such a function looks like; emulation/ptx.hpp stands in for those.
-PTX_HEADERS = ("fifo.cuh", "fp8.cuh", "mma.cuh", "pdl.cuh")
+PTX_HEADERS = ("fifo.cuh", "fp8.cuh", "mbarrier.cuh", "mma.cuh", "pdl.cuh")
 FUNCTION = re.compile(r"^(?:template <.*>\n)?__device__ (?:.*\n)+?\}\n", re.MULTILINE)
 # Slowest first.
 SOURCES = (
@@ -39,6 +39,8 @@ SOURCES = (
 
 SMALL = Problem(lengths=(150, 0, 65, 1), num_q_heads=8, num_kv_heads=2, num_ctas=3)
 LONG = replace(SMALL, lengths=(700,), num_kv_heads=1, sm_scale=1.0)
+# More pieces a CTA than its list and its queries have room for; most are one warp's alone.
+MANY = replace(SMALL, lengths=(*(1 + 5 * i % 130 for i in range(60)), 200, 0, 270), head_dim=64, num_ctas=1)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Fault:
 
 
 FAULTS = {
-    "a tile is dropped": Fault("decode_feed.cuh", "first_tile + piece.tile_end", "first_tile + piece.tile_end - 1"),
+    "a tile is dropped": Fault("decode_feed.cuh", "request.first_tile + piece.tile_end", "request.first_tile + piece.tile_end - 1"),
     "another head's keys and values": Fault(
         "decode_feed.cuh", "static_cast<uint64_t>(kv_head_) * cache.head_stride + lane % Layout::kLanes",
         "lane % Layout::kLanes",
@@ -66,21 +68,24 @@ FAULTS = {
     "the output is not rescaled": Fault(
         "decode.cuh", "exp2_approx(reference - raised)", "1.0f", replace(LONG, num_ctas=1)
     ),
-    "partial results are not rescaled": Fault("combine.cuh", "exp2_approx(pairs[i].x - m0)", "1.0f", LONG),
+    "partial results are not rescaled": Fault("combine.cuh", "exp2_approx(w[i].x - m0)", "1.0f", LONG),
     "the causal mask is off by one": Fault("decode.cuh", "position < end", "position <= end", replace(SMALL, q_len=3)),
     "the window is off by one": Fault(
         "decode.cuh", "position >= end - p_.window", "position > end - p_.window", replace(SMALL, window=20)
     ),
     "copies are not waited for": Fault(
-        "decode.cuh", "cp_async_wait<2 * kStages - 1>();\n    __syncwarp();\n    score", None
+        "decode.cuh", "cp_async_wait<kStages - 1>();\n    __syncwarp();\n    score", None
     ),
-    "lanes do not wait for each other's copies": Fault("decode.cuh", "__syncwarp();\n    add_values", None),
+    "lanes do not wait for each other's copies": Fault("decode.cuh", "__syncwarp();\n    score", None),
     "warps do not wait for each other's results": Fault(
         "decode.cuh", "__syncthreads();\n      for (int32_t position", None
     ),
-    "a block ends without pdl_wait": Fault("decode.cuh", "if (!waited) start();", None, LONG),
+    "queries are overwritten before they are used": Fault(
+        "decode.cuh", "index + 2 * kDecodeEpoch", "index + 3 * kDecodeEpoch", MANY
+    ),
+    "a block ends without pdl_wait": Fault("decode.cuh", "pdl_wait();\n          waited = true;", None, LONG),
     "this step's tokens are read before pdl_wait": Fault(
-        "decode_feed.cuh", "(slice_ + 1) * kSliceTokens <= high_ - p_.q_len", "true"
+        "decode_feed.cuh", "first_token(where) + kTokens <= pieces_[where].high - p_.q_len", "true"
     ),
 }  # fmt: skip
 
@@ -229,6 +234,9 @@ PROBLEMS = {
     "window": replace(SMALL, lengths=(300, 65, 500), window=70, q_len=3),
     "softcap and sinks": replace(SMALL, softcap=8.0, sinks=True, k_scale="head", v_scale="float"),
     "one long request": replace(LONG, lengths=(1500,), kv_dtype=FP8, num_ctas=20, sinks=True, k_scale="one"),
+    "many pieces a CTA": MANY,
+    "many pieces a CTA, e4m3": replace(MANY, kv_dtype=FP8, num_ctas=2, q_len=2, softcap=5.0, sinks=True),
+    "many pieces a CTA, 16 rows": replace(MANY, lengths=MANY.lengths[::2], kv_dtype=FP8, num_q_heads=32),
     "one CTA": replace(SMALL, lengths=(300, 5, 0, 90), num_ctas=1, kv_dtype=FP8),
     "batch-invariant": replace(SMALL, lengths=(1100, 65, 0, 1), batch_invariant=True, q_len=2, kv_dtype=FP8),
     "no tokens at all": replace(SMALL, lengths=(0, 0)),

@@ -59,12 +59,13 @@ int decode_ctas_per_sm(int device, int kv, int32_t head_dim, int32_t rows) {
   return hpc::attention::decode_ctas_per_sm(problem_of(kv, head_dim, rows, true, 0));
 }
 
-void decode(int device, uint64_t stream, int kv, int query, int32_t head_dim, int32_t num_q_heads, int32_t num_kv_heads,
-            int32_t page_size, int64_t num_pages, int64_t max_pages, int32_t q_len, int32_t window, int32_t num_ctas,
-            int32_t max_batch, bool batch_invariant, int32_t max_seq_len, Rows q, Rows q_scale, Cache k_cache,
-            Cache v_cache, Vector page_table, Cache k_scale, bool per_token_scale, Vector v_scale, uint64_t sinks,
-            Rows out, Rows lse, uint64_t map, int64_t map_bytes, uint64_t workspace, int64_t workspace_bytes,
-            float sm_scale, float v_factor, float softcap, bool early, int32_t stages, int32_t combine_ctas) {
+void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32_t head_dim, int32_t num_q_heads,
+            int32_t num_kv_heads, int32_t page_size, int64_t num_pages, int64_t max_pages, int32_t q_len,
+            int32_t window, int32_t num_ctas, int32_t max_batch, bool batch_invariant, int32_t max_seq_len, Rows q,
+            Rows q_scale, Cache k_cache, Cache v_cache, Vector page_table, Cache k_scale, bool per_token_scale,
+            Vector v_scale, uint64_t sinks, Rows out, Rows lse, uint64_t map, int64_t map_bytes, uint64_t workspace,
+            int64_t workspace_bytes, float sm_scale, float v_factor, float softcap, bool early, int32_t stages,
+            int32_t combine_ctas) {
   check(num_kv_heads >= 1 && num_q_heads % num_kv_heads == 0, kWhere, "num_q_heads", "a multiple of num_kv_heads",
         num_q_heads);
   check(q_len >= 1 && q_len <= 8, kWhere, "q_len", "1 to 8", q_len);
@@ -74,6 +75,7 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t head_dim, in
   check(query >= 0 && query <= 2, kWhere, "query", "0 (bf16), 1 (fp16) or 2 (e4m3)", query);
   check(kv == 2 || kv == query, kWhere, "query", "the cache's type", query);
   check(num_ctas >= 1 && num_ctas <= hpc::kMaxCtas, kWhere, "num_ctas", "1 to 1024", num_ctas);
+  check(batch >= 0 && batch <= max_batch, kWhere, "batch", text("0 to ", max_batch), batch);
   const int32_t group = num_q_heads / num_kv_heads;
   const int32_t rows = q_len * group;
   const DecodeProblem problem = problem_of(kv, head_dim, rows, per_token_scale, stages);
@@ -131,17 +133,21 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t head_dim, in
   p.scale = softcap > 0 ? sm_scale : sm_scale * hpc::attention::kLog2e;
   p.v_factor = v_factor;
   p.softcap = softcap;
+  p.batch = batch;
   p.num_kv_heads = num_kv_heads;
   p.batch_invariant = batch_invariant;
   p.q_len = q_len;
   p.group = group;
+  p.group_inverse = (65535 + group) / group;
   p.rows = rows;
   p.row_groups = hpc::attention::decode_config(problem).row_groups;
   p.window = window;
   p.query = static_cast<QueryKind>(query);
   p.out_fp16 = p.query == QueryKind::kFp16;
   p.per_token_scale = per_token_scale;
-  p.early = early && hpc::pdl_enabled();
+  p.early_slices = early && hpc::pdl_enabled()
+                       ? hpc::attention::decode_early_slices(hpc::attention::decode_config(problem).stages)
+                       : 0;
   hpc::check_aligned16(kWhere, "q", p.q);
   hpc::check_aligned16(kWhere, "out", p.out);
   hpc::check_aligned16(kWhere, "workspace", p.partial);

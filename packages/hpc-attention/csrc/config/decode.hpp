@@ -11,8 +11,7 @@ enum class KvKind : int32_t { kBf16, kFp16, kE4m3 };
 
 constexpr int kDecodeWarps = 8;  // of a CTA
 constexpr int kDecodeThreads = 32 * kDecodeWarps;
-constexpr int kSliceTokens = 16;  // what a warp handles at a time
-constexpr int kRowTile = 8;       // query rows of one tensor-core column tile
+constexpr int kRowTile = 8;  // query rows of one tensor-core column tile
 
 struct DecodeProblem {
   KvKind kv;
@@ -38,15 +37,31 @@ constexpr int kv_bytes(KvKind kv) {
 constexpr int kDecodeCtasPerSm = 1;
 constexpr int kDecodeLeastSmem = 116 * 1024;
 
-// Bytes of keys and values of a slice.
+// A slice: the tokens that a warp handles at a time, 16 of a tensor-core product or twice as many; and its bytes of
+// keys and values.
+constexpr int decode_slice_tokens(KvKind kv, int head_dim) {
+  return head_dim * kv_bytes(kv) > 256 ? 16 : 32;
+}
 constexpr int decode_slice_bytes(KvKind kv, int head_dim) {
-  return 2 * kSliceTokens * head_dim * kv_bytes(kv);
+  return 2 * decode_slice_tokens(kv, head_dim) * head_dim * kv_bytes(kv);
 }
 
 // Slices in flight a warp: 128 KB a CTA.
 constexpr int decode_stages(KvKind kv, int head_dim) {
   const int slices = 128 * 1024 / (decode_slice_bytes(kv, head_dim) * kDecodeWarps);
   return slices < 1 ? 1 : (slices > 4 ? 4 : slices);
+}
+
+// Of these, how many are asked for before the wait for what comes before: half. More would queue in front of the
+// combine kernel that is waited for.
+constexpr int decode_early_slices(int stages) {
+  return (stages + 1) / 2;
+}
+
+// Registers of a thread. With few, CTAs of the combine kernel (two of 128 threads and 80) find room beside the
+// attention kernel's, so that the next call can start as this one's CTAs end.
+constexpr int decode_registers(int row_tiles) {
+  return row_tiles == 1 ? 176 : (row_tiles == 2 ? 184 : 255);
 }
 
 // Row tiles of 8 a CTA: as few as hold the rows; what registers hold at most (4, but 2 at head_dim 256).
@@ -61,22 +76,51 @@ constexpr bool decode_query_in_smem(int head_dim, int row_tiles) {
   return row_tiles * head_dim / 8 > 32;
 }
 
-// Shared memory of a CTA, in this order: the warps' places in their CTA's pieces; their rings of slices; the merge
-// buffer (each warp's output of one row tile, padded by 4 vectors every 32) with its (max, sum) pairs; the query with
-// its row factors; rings of key scales.
+// What a CTA keeps of the plan: the list of its next pieces, and the first of its requests' rows.
+constexpr int kDecodePieces = 64;
+constexpr int kDecodePieceBytes = 48;
+constexpr int decode_cached_requests(int head_dim) {
+  return head_dim == 256 ? 64 : 256;
+}
+
+// Pieces go in groups of kDecodeEpoch, with a barrier between two groups. Query rows are fetched a group ahead (where
+// there are few rows a piece), each padded by 16 bytes against bank conflicts.
+constexpr int kDecodeEpoch = 8;
+constexpr int decode_query_pitch(int head_dim) {
+  return 2 * head_dim + 16;
+}
+constexpr int decode_query_depth(int head_dim, int row_tiles) {
+  if (decode_query_in_smem(head_dim, row_tiles)) return head_dim == 256 ? 1 : 2;
+  return row_tiles == 1 && head_dim <= 128 ? 2 * kDecodeEpoch : 2;
+}
+
+// A piece that is a whole (request, head) of at most so many slices is one warp's alone, where that warp's registers
+// hold all rows: no other warp waits for it. It counts as so many slices, however few it has.
+constexpr int kDecodeSoloSlices = 4;
+constexpr bool decode_has_solos(int head_dim, int row_tiles) {
+  return row_tiles == 1 && head_dim <= 128;
+}
+
+// Shared memory of a CTA, in this order: barriers and the walk over its pieces; its pieces; rows of requests; the
+// warps' rings of slices; the merge buffer (each warp's output of one row tile, padded by 4 vectors every 32) with its
+// (max, sum) pairs; query rows of the next pieces; the query as fragments with its row factors; rings of key scales.
 struct DecodeSmem {
-  int state, rings, merge, pairs, query, scales, bytes;
+  int walk, pieces, requests, rings, merge, pairs, rows, query, scales, bytes;
 };
-constexpr int kDecodeStateBytes = 192;  // a warp
+constexpr int kDecodeWalkBytes = 256;
 constexpr DecodeSmem decode_smem(KvKind kv, int head_dim, int row_tiles, int stages, bool per_token_scale) {
   DecodeSmem smem = {};
-  smem.rings = smem.state + kDecodeWarps * kDecodeStateBytes;
+  smem.pieces = smem.walk + kDecodeWalkBytes;
+  smem.requests = smem.pieces + kDecodePieces * kDecodePieceBytes;
+  smem.rings = smem.requests + decode_cached_requests(head_dim) * static_cast<int>(sizeof(DecodeRequest));
   smem.merge = smem.rings + kDecodeWarps * stages * decode_slice_bytes(kv, head_dim);
   smem.pairs = smem.merge + kDecodeWarps * (head_dim / 16) * 36 * 16;
-  smem.query = smem.pairs + kDecodeWarps * 4 * 16;
+  smem.rows = smem.pairs + kDecodeWarps * 4 * 16;
+  smem.query =
+      smem.rows + decode_query_depth(head_dim, row_tiles) * row_tiles * kRowTile * decode_query_pitch(head_dim);
   smem.scales = smem.query;
   if (decode_query_in_smem(head_dim, row_tiles)) smem.scales += row_tiles * (head_dim / 32 * 512 + kRowTile * 4);
-  smem.bytes = smem.scales + (per_token_scale ? kDecodeWarps * stages * kSliceTokens * 4 : 0);
+  smem.bytes = smem.scales + (per_token_scale ? kDecodeWarps * stages * decode_slice_tokens(kv, head_dim) * 4 : 0);
   return smem;
 }
 

@@ -1,22 +1,19 @@
-// The issuing side of the decode kernel: each warp walks over its slices of its CTA's pieces, ahead of the arithmetic
-// and across the ends of pieces and requests, and copies keys and values into its ring.
+// The issuing side of the decode kernel: the list of a CTA's pieces, and the copies of keys and values into each warp's
+// ring, ahead of the arithmetic and across the ends of pieces and requests.
+//
+// In a full memory system every trip takes as long as what a CTA has asked for before: 128 KB in flight are 3.7 us at
+// an SM's share. So nothing in the loop waits for a trip that was not started long before: request rows and pieces lie
+// in shared memory, page ids are loaded 32 slices ahead, queries several pieces ahead.
 #pragma once
 
 #include "../config/decode.hpp"
 #include "decode_query.cuh"
 #include "hpc/fifo.cuh"
+#include "hpc/mbarrier.cuh"
 
 namespace hpc::attention {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
-
-// The fields of the map's header that next_piece reads, without a trip to memory.
-__device__ __forceinline__ DecodeHeader plan_fields(const DecodeParams& p) {
-  DecodeHeader header = {};
-  header.num_kv_heads = p.num_kv_heads;
-  header.batch_invariant = p.batch_invariant;
-  return header;
-}
 
 // First tokens any row sees and one past the last, of a request's row of the map.
 struct TokenRange {
@@ -29,45 +26,176 @@ __device__ __forceinline__ TokenRange visible_tokens(const DecodeRequest& reques
   return {low, high};
 }
 
-// The slices (of 16 tokens, counted from position 0) of a piece; a warp takes every eighth, from first(warp) on. The
-// slices of a CTA's pieces are dealt out in one round, so that many short pieces keep every warp busy; the order of the
-// slices inside a piece, and of the warps that share them, does not depend on where the round stands.
-struct SliceSpan {
-  int32_t begin;
-  int32_t count;
-  int32_t turn;  // slices of the CTA's pieces before
+// A piece of a CTA as its warps need it. Its slices (see decode_slice_tokens(), counted from position 0) are dealt out
+// to the warps in one round with those of the CTA's other pieces: slice n of all goes to warp n mod 8, so that many
+// pieces keep every warp busy. The order of the slices inside a piece, and of the warps that share them, does not
+// depend on where the round stands. Solo pieces (see kDecodeSoloSlices) go to one warp each, in a round of their own.
+struct alignas(16) PieceRow {
+  int32_t turn;       // slices of the pieces before, solo pieces left out
+  int32_t solos;      // solo pieces before
+  int32_t begin;      // its first slice
+  int32_t count;      // slices, at least one (of no visible token where the page table is too short for the length)
+  int32_t low, high;  // tokens that any row sees
+  int32_t request, kv_head;
+  int32_t slot;  // of its partial result; -1: the piece is whole
+  int32_t solo;  // the warp that has all of it, or -1
+  int32_t unused[2];
 
-  __device__ __forceinline__ int32_t end() const { return begin + count; }
-  // The warp's place in the piece's order, and its first slice.
+  // Slices of a warp in the pieces before.
+  __device__ __forceinline__ int32_t before(int32_t warp) const {
+    return ((turn + kDecodeWarps - 1 - warp) / kDecodeWarps) +
+           kDecodeSoloSlices * ((solos + kDecodeWarps - 1 - warp) / kDecodeWarps);
+  }
+  // A warp's place in the order of a piece that is not solo.
   __device__ __forceinline__ int32_t place(int32_t warp) const { return (warp - turn) & (kDecodeWarps - 1); }
-  __device__ __forceinline__ int32_t first(int32_t warp) const { return begin + place(warp); }
+  // A warp's first slice, the distance to its next, and one past its last (`begin`: it has none).
+  __device__ __forceinline__ int32_t first(int32_t warp) const { return solo < 0 ? begin + place(warp) : begin; }
+  __device__ __forceinline__ int32_t step() const { return solo < 0 ? kDecodeWarps : 1; }
+  __device__ __forceinline__ int32_t end(int32_t warp) const {
+    return solo < 0 ? begin + count : begin + (solo == warp ? kDecodeSoloSlices : 0);
+  }
 };
+static_assert(sizeof(PieceRow) == kDecodePieceBytes);
 
-__device__ __forceinline__ SliceSpan slice_span(const DecodePiece& piece, int32_t first_tile, const TokenRange& range,
-                                                int32_t turn) {
-  const int32_t low = max((first_tile + piece.tile_begin) * kTileTokens, range.low);
-  const int32_t high = min((first_tile + piece.tile_end) * kTileTokens, range.high);
-  const int32_t begin = low / kSliceTokens;
-  return {begin, max((high + kSliceTokens - 1) / kSliceTokens - begin, 0), turn};
+// A piece as a row that may be the list's next; turn, solos and solo are the list's.
+template <int kTokens>  // of a slice
+__device__ __forceinline__ PieceRow piece_row(const DecodePiece& piece, const DecodeRequest& request,
+                                              const DecodeParams& p) {
+  const TokenRange range = visible_tokens(request, p);
+  const int32_t low = max((request.first_tile + piece.tile_begin) * kTileTokens, range.low);
+  const int32_t high = min((request.first_tile + piece.tile_end) * kTileTokens, range.high);
+  PieceRow row = {};
+  row.begin = low / kTokens;
+  row.count = max((high + kTokens - 1) / kTokens - row.begin, 1);
+  row.low = range.low;
+  row.high = range.high;
+  row.request = piece.request;
+  row.kv_head = piece.kv_head;
+  row.slot = piece.whole ? -1 : static_cast<int32_t>(piece.slot);
+  row.solo = -1;
+  return row;
 }
 
-// A slice in shared memory: 16 rows of keys, then 16 rows of values, each row its bytes in global memory. Every
+// How far a list has got: its pieces, and a row that would come next (its turn and solos).
+struct Known {
+  int32_t pieces;
+  int32_t turn;
+  int32_t solos;
+};
+
+// The CTA's pieces, a ring of kDecodePieces rows in shared memory. Warp 0 writes it: as many as fit at the start, then
+// in each epoch of kDecodeEpoch pieces as many as ended in the one before.
+//
+// Warp 0 adds during epoch e, behind the barrier between e - 1 and e; the others see what was added during e - 1. Rows
+// of epochs before e may be overwritten: every warp is done with them. So a warp in epoch e sees at least 7 epochs'
+// pieces, e's own among them. It asks for slices at most 4 rounds ahead, or 4 solo pieces: in at most 40 pieces from
+// its own.
+template <KvKind kKind, int kDim, bool kSolos>
+class PieceList {
+ public:
+  struct State {
+    uint64_t query_full[2 * kDecodeEpoch];
+    uint64_t merge_free;
+    DecodeCursor cursor;
+    Known known[2];  // by the parity of the epoch during which it was written
+  };
+  static_assert(sizeof(State) <= kDecodeWalkBytes);
+
+  // State and arrays: in shared memory, as decode_smem() has them.
+  __device__ __forceinline__ PieceList(const DecodeParams& p, State& state, DecodeRequest* requests, PieceRow* pieces)
+      : p_(p), state_(state), requests_(requests), pieces_(pieces) {}
+
+  // Warp 0: copies request rows, which it alone reads, and goes to the CTA's first piece.
+  __device__ __forceinline__ void start(int32_t cta) {
+    const auto lane = static_cast<int32_t>(threadIdx.x);
+    const DecodeCta run = p_.ctas[cta];
+    // A small batch's rows are read beside the CTA's row, a large one's from the CTA's first request on.
+    first_ = p_.batch <= kCached ? 0 : run.request;
+    cached_ = min(p_.batch - first_, kCached);
+    const auto* source = reinterpret_cast<const uint4*>(p_.requests + first_);  // two a row
+#pragma unroll 4
+    for (int32_t i = lane; i < 2 * cached_; i += 32) reinterpret_cast<uint4*>(requests_)[i] = source[i];
+    if (lane == 0) state_.cursor = decode_cursor(cta, run);
+    __syncwarp();
+  }
+
+  // Warp 0, during epoch `epoch` (-1: before the first): refills the list.
+  __device__ __forceinline__ void refill(int32_t epoch) {
+    filled_ = epoch;
+    const int32_t most = max(epoch, 0) * kDecodeEpoch + kDecodePieces;
+    DecodeCursor cursor = state_.cursor;
+    DecodeHeader header = {};  // the fields that next_piece reads
+    header.num_kv_heads = p_.num_kv_heads;
+    header.batch_invariant = p_.batch_invariant;
+    __syncwarp();
+#pragma unroll 1
+    while (added_.pieces < most && cursor.left > 0) {
+      const int32_t request = cursor.request, cached = request - first_;
+      const DecodeRequest row = cached < cached_ ? requests_[cached] : p_.requests[request];
+      cursor.request = 0;  // of the one row that next_piece is given
+      DecodePiece piece;
+      next_piece(cursor, header, &row, &piece);
+      piece.request = request;
+      if (cursor.request == 0) cursor.request = request;  // else the next one, which is never 0
+      PieceRow made = piece_row<kTokens>(piece, row, p_);
+      made.turn = added_.turn;
+      made.solos = added_.solos;
+      if (kSolos && piece.whole && made.count <= kDecodeSoloSlices) {
+        made.solo = added_.solos++ & (kDecodeWarps - 1);
+      } else {
+        added_.turn += made.count;
+      }
+      if (threadIdx.x == 0) pieces_[added_.pieces & (kDecodePieces - 1)] = made;
+      ++added_.pieces;
+    }
+    if (threadIdx.x == 0) {
+      state_.cursor = cursor;
+      state_.known[epoch & 1] = added_;
+    }
+    __syncwarp();
+  }
+
+  // Warp 0: whether this epoch's refill is still to be done, and how many pieces it has added.
+  __device__ __forceinline__ bool stale(int32_t epoch) const { return filled_ != epoch; }
+  __device__ __forceinline__ int32_t added() const { return added_.pieces; }
+
+  // What every warp may read during an epoch.
+  __device__ __forceinline__ Known known(int32_t epoch) const { return state_.known[(epoch + 1) & 1]; }
+
+  __device__ __forceinline__ const PieceRow& operator[](int32_t index) const {
+    return pieces_[index & (kDecodePieces - 1)];
+  }
+
+ private:
+  static constexpr int kCached = decode_cached_requests(kDim), kTokens = decode_slice_tokens(kKind, kDim);
+
+  const DecodeParams& p_;
+  State& state_;
+  DecodeRequest* requests_;
+  PieceRow* pieces_;
+  int32_t first_ = 0, cached_ = 0;  // requests whose rows are kept here
+  int32_t filled_ = -2;             // epoch of the last refill
+  Known added_ = {};
+};
+
+// A slice in shared memory: rows of keys, then rows of values, each row its bytes in global memory. Every
 // 128-byte line is filled by neighbouring lanes from neighbouring addresses. Inside a line the 16-byte columns are
 // exchanged by an XOR with a function of the row, so that neither the filling nor the reading of fragments meets a bank
 // twice:
-//   keys   lane (g, t) reads columns t + 4 j of rows g and g + 8               XOR 4 (row mod 2)
-//   values lane (g, t) reads column g of rows 2t, 2t + 1, 2t + 8, 2t + 9       XOR 2 (row / 2 mod 4)
+//   keys   lane (g, t) reads columns t + 4 j of rows g and g + 8 of 16         XOR 4 (row mod 2)
+//   values lane (g, t) reads column g of rows 2t, 2t + 1, 2t + 8, 2t + 9 of 16 XOR 2 (row / 2 mod 4)
 // (Rows of 64 bytes lie two in a line; keys then need no exchange, and a lane reads 8 bytes of values.)
 template <KvKind kKind, int kDim>
 struct SliceLayout {
+  static constexpr int kTokens = decode_slice_tokens(kKind, kDim);
   static constexpr int kElementBytes = kv_bytes(kKind);
   static constexpr int kRowBytes = kDim * kElementBytes;
-  static constexpr int kValuesAt = kSliceTokens * kRowBytes;
+  static constexpr int kValuesAt = kTokens * kRowBytes;
   static constexpr int kSlotBytes = 2 * kValuesAt;
   // Filling: instruction i takes rows i * kRows + lane / kLanes, 16 bytes a lane.
   static constexpr int kLanes = kRowBytes / 16;
   static constexpr int kRows = 32 / kLanes;
-  static constexpr int kFills = kSliceTokens / kRows;
+  static constexpr int kFills = kTokens / kRows;
   // Reading.
   static constexpr int kKeyChunks = kRowBytes / 64;
   static constexpr int kValueChunkBytes = kRowBytes / 8 < 16 ? kRowBytes / 8 : 16;
@@ -100,188 +228,175 @@ struct SliceLayout {
   }
 };
 
-// The walk over a CTA's pieces, twice: ahead (what is asked for) and behind (what is attended over). It changes seldom,
-// so it lives in shared memory, one for each warp: all lanes read it, lane 0 writes, with __syncwarp() in between.
-struct alignas(16) WarpState {
-  // Ahead: the piece that is being cut into blocks, and the next block.
-  DecodeCursor feed;
-  int32_t feed_turn;
-  int32_t feed_request;
-  int32_t feed_slice, feed_end;
-  int32_t feed_low, feed_high, feed_kv_head;
-  int32_t next_slice, next_end, next_low, next_high, next_kv_head;
-  // Behind.
-  DecodeCursor read;
-  DecodePiece piece;
-  SliceSpan span;
-};
-static_assert(sizeof(WarpState) <= kDecodeStateBytes);
-
-template <KvKind kKind, int kDim, int kStages>
+// One warp's copies: its slices of all pieces in the list, one after the other.
+template <KvKind kKind, int kDim, int kStages, bool kSolos>
 class Feed {
  public:
   using Layout = SliceLayout<kKind, kDim>;
+  using Pieces = PieceList<kKind, kDim, kSolos>;
   using Ring = WarpRing<kStages, Layout::kSlotBytes>;
 
-  // `state`: this warp's, with `feed` set. `scales`: shared address of this warp's ring of key scales, [stage][token].
-  __device__ __forceinline__ Feed(const DecodeParams& p, WarpState& state, int32_t warp, int32_t lane, uint32_t scales)
-      : p_(p), state_(state), warp_(warp), lane_(lane), scales_(scales) {
-    if (lane_ == 0) state_.feed_turn = state_.feed_slice = state_.feed_end = 0;
-    __syncwarp();
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) advance_block();
+  // `scales`: shared address of this warp's ring of key scales, [stage][token].
+  __device__ __forceinline__ Feed(const DecodeParams& p, const Pieces& pieces, int32_t warp, int32_t lane,
+                                  uint32_t scales)
+      : p_(p),
+        pieces_(pieces),
+        warp_(warp),
+        lane_(lane),
+        scales_(scales),
+        log_ids_(max((kTokens == 32 ? 5 : 4) - p.page_shift, 0)) {}
+
+  // Whether a block has ended, so that prepare() is to be called before anything else.
+  __device__ __forceinline__ bool ended() const { return index_ == count_ && !done_; }
+
+  // Takes up the next block. A block is the page ids of this warp's next slices, one a lane, and the places of these
+  // slices: lane i holds the place of slice i / ids and page id number i mod ids of it, where a slice has `ids` pages.
+  // The block after the current one is on its way meanwhile. `index`: of the piece that the warp attends over.
+  __device__ __forceinline__ void prepare(int32_t index) {
+    while (index_ == count_) {
+      where_ = next_where_;
+      ids_ = next_ids_;
+      count_ = next_count_;
+      index_ = 0;
+      find_block(index);
+      done_ = count_ == 0 && next_count_ == 0;
+      if (next_count_ == 0) break;
+    }
   }
 
   // Whether the current slice holds no token of this step, so that nothing the previous kernel writes is read.
   __device__ __forceinline__ bool is_old() const {
-    return (slice_ + 1) * kSliceTokens <= high_ - p_.q_len || slice_ >= end_;
+    if (index_ == count_) return true;
+    const int32_t where = __shfl_sync(kAllLanes, where_, index_ << log_ids_);
+    return first_token(where) + kTokens <= pieces_[where].high - p_.q_len;
   }
 
-  // Asks for the keys of the current slice, as one group (an empty one past the end).
-  __device__ __forceinline__ void push_keys(const Ring& ring) {
-    if (slice_ < end_) {
-      if (p_.page_shift != 0) {
-        page_ = __shfl_sync(kAllLanes, ids_, index_);
-        push_page<false>(p_.k, ring.at());
+  // Asks for the keys and the values of the current slice, as one group (an empty one past the end), and goes to the
+  // next one.
+  __device__ __forceinline__ void push(const Ring& ring) {
+    if (index_ < count_) {
+      const int32_t where = __shfl_sync(kAllLanes, where_, index_ << log_ids_);
+      const PieceRow& piece = pieces_[where];
+      token_ = first_token(where);
+      low_ = piece.low;
+      high_ = piece.high;
+      kv_head_ = piece.kv_head;
+      if (log_ids_ == 0) {
+        push_page(ring);
       } else {
-        push_tokens<false>(p_.k, ring.at());
+        push_rows<false>(p_.k, ring.at());
+        push_rows<true>(p_.v, ring.at() + Layout::kValuesAt);
       }
       if (p_.per_token_scale) push_scales(ring);
-    }
-    cp_async_commit();
-  }
-
-  // Asks for the values of the current slice, as one group, and goes to the next slice.
-  __device__ __forceinline__ void push_values(const Ring& ring) {
-    if (slice_ < end_) {
-      if (p_.page_shift != 0) {
-        push_page<true>(p_.v, ring.at() + Layout::kValuesAt);
-      } else {
-        push_tokens<true>(p_.v, ring.at() + Layout::kValuesAt);
-      }
-      slice_ += kDecodeWarps;
       ++index_;
-      if (slice_ >= end_) advance_block();
     }
     cp_async_commit();
   }
 
  private:
-  // The slice lies in one page.
-  template <bool kValues>
-  __device__ __forceinline__ void push_page(const CacheView& cache, uint32_t shared) {
-    const int32_t lane = fresh_lane(), own = lane / Layout::kLanes, token = slice_ * kSliceTokens;
-    const uint32_t inside = (static_cast<uint32_t>(token) & ((1u << p_.page_shift) - 1)) + own;
-    const uint64_t units = static_cast<uint64_t>(page_) * cache.page_stride +
-                           static_cast<uint64_t>(inside) * cache.token_stride +
-                           static_cast<uint64_t>(kv_head_) * cache.head_stride + lane % Layout::kLanes;
-    const char* source = cache.data + units * 16;
-    const int64_t step = static_cast<int64_t>(cache.token_stride) * (16 * Layout::kRows);
-    if (token >= low_ && token + kSliceTokens <= high_) {
+  static constexpr int kTokens = Layout::kTokens;
+
+  // A slice that lies in one page.
+  __device__ __forceinline__ void push_page(const Ring& ring) {
+    const int32_t lane = fresh_lane(), own = lane / Layout::kLanes;
+    const uint32_t page = __shfl_sync(kAllLanes, ids_, index_);
+    const uint32_t inside = (static_cast<uint32_t>(token_) & ((1u << p_.page_shift) - 1)) + own;
+    const char* k = address(p_.k, page, inside, lane);
+    const char* v = address(p_.v, page, inside, lane);
+    const int64_t k_step = static_cast<int64_t>(p_.k.token_stride) * (16 * Layout::kRows);
+    const int64_t v_step = static_cast<int64_t>(p_.v.token_stride) * (16 * Layout::kRows);
+    const uint32_t shared = ring.at();
+    if (token_ >= low_ && token_ + kTokens <= high_) {
+#pragma unroll
+      for (int i = 0; i < Layout::kFills; ++i) cp_async16(shared + Layout::fill_at(false, i, lane), k + i * k_step);
 #pragma unroll
       for (int i = 0; i < Layout::kFills; ++i) {
-        cp_async16(shared + Layout::fill_at(kValues, i, lane), source);
-        source += step;
+        cp_async16(shared + Layout::kValuesAt + Layout::fill_at(true, i, lane), v + i * v_step);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < Layout::kFills; ++i) {
-        const int bytes = visible(token + own + i * Layout::kRows) ? 16 : 0;
-        cp_async16(shared + Layout::fill_at(kValues, i, lane), source, bytes);
-        source += step;
+        const int bytes = visible(token_ + own + i * Layout::kRows) ? 16 : 0;
+        cp_async16(shared + Layout::fill_at(false, i, lane), k, bytes);
+        cp_async16(shared + Layout::kValuesAt + Layout::fill_at(true, i, lane), v, bytes);
+        k += k_step;
+        v += v_step;
       }
     }
   }
 
-  // Pages of one token.
+  __device__ __forceinline__ const char* address(const CacheView& cache, uint32_t page, uint32_t inside,
+                                                 int32_t lane) const {
+    const uint64_t units = static_cast<uint64_t>(page) * cache.page_stride +
+                           static_cast<uint64_t>(inside) * cache.token_stride +
+                           static_cast<uint64_t>(kv_head_) * cache.head_stride + lane % Layout::kLanes;
+    return cache.data + units * 16;
+  }
+
+  // A slice of several pages.
   template <bool kValues>
-  __device__ __forceinline__ void push_tokens(const CacheView& cache, uint32_t shared) {
-    const int32_t own = lane_ / Layout::kLanes, token = slice_ * kSliceTokens;
+  __device__ __forceinline__ void push_rows(const CacheView& cache, uint32_t shared) {
+    const int32_t own = lane_ / Layout::kLanes;
 #pragma unroll
     for (int i = 0; i < Layout::kFills; ++i) {
-      const uint32_t page = __shfl_sync(kAllLanes, ids_, index_ * kSliceTokens + own + i * Layout::kRows);
-      const uint64_t units = static_cast<uint64_t>(page) * cache.page_stride +
-                             static_cast<uint64_t>(kv_head_) * cache.head_stride + lane_ % Layout::kLanes;
-      const int bytes = visible(token + own + i * Layout::kRows) ? 16 : 0;
-      cp_async16(shared + Layout::fill_at(kValues, i, lane_), cache.data + units * 16, bytes);
+      const int32_t row = own + i * Layout::kRows;
+      const uint32_t page = __shfl_sync(kAllLanes, ids_, (index_ << log_ids_) + (row >> p_.page_shift));
+      const int bytes = visible(token_ + row) ? 16 : 0;
+      cp_async16(shared + Layout::fill_at(kValues, i, lane_),
+                 address(cache, page, row & ((1 << p_.page_shift) - 1), lane_), bytes);
     }
   }
 
   __device__ __forceinline__ void push_scales(const Ring& ring) {
-    const int32_t own = lane_ % kSliceTokens, token = slice_ * kSliceTokens + own;
-    const uint32_t page = __shfl_sync(kAllLanes, ids_, p_.page_shift != 0 ? index_ : index_ * kSliceTokens + own);
+    const int32_t own = lane_ % kTokens, token = token_ + own;
+    const int32_t number = log_ids_ == 0 ? 0 : own >> p_.page_shift;  // of its page in the slice
+    const uint32_t page = __shfl_sync(kAllLanes, ids_, (index_ << log_ids_) + number);
     const int64_t inside = token & ((1 << p_.page_shift) - 1);
     const float* source = p_.k_scale + page * p_.k_scale_page_stride + inside * p_.k_scale_token_stride +
                           kv_head_ * p_.k_scale_head_stride;
-    if (lane_ < kSliceTokens) {
-      cp_async4(scales_ + (ring.slot() * kSliceTokens + own) * 4, source, visible(token) ? 4 : 0);
-    }
+    if (lane_ < kTokens) cp_async4(scales_ + (ring.slot() * kTokens + own) * 4, source, visible(token) ? 4 : 0);
   }
 
-  // A block: up to 32 page ids of this warp's next slices, one a lane: one id a slice, or with one-token pages one id a
-  // token of two slices. The block after the current one is always loaded, so the loop never waits for ids.
-  __device__ __forceinline__ void advance_block() {
-    slice_ = state_.next_slice;
-    end_ = state_.next_end;
-    low_ = state_.next_low;
-    high_ = state_.next_high;
-    kv_head_ = state_.next_kv_head;
-    ids_ = next_ids_;
-    index_ = 0;
-
-    int32_t slice = state_.feed_slice, end = state_.feed_end;
-    int32_t low = state_.feed_low, high = state_.feed_high, kv_head = state_.feed_kv_head;
-    int32_t request = state_.feed_request;
-    const bool walk = slice >= end;
-    DecodeCursor cursor;
-    int32_t turn = 0;
-    if (walk) {
-      cursor = state_.feed;
-      turn = state_.feed_turn;
-      DecodePiece piece;
-      while (slice >= end && next_piece(cursor, plan_fields(p_), p_.requests, &piece)) {
-        const DecodeRequest& row = p_.requests[piece.request];
-        const TokenRange range = visible_tokens(row, p_);
-        const SliceSpan span = slice_span(piece, row.first_tile, range, turn);
-        if (warp_ == 0) prefetch_query<kKind, kDim>(p_, piece.request, piece.kv_head, lane_);
-        turn += span.count;
-        slice = span.first(warp_);
-        end = span.end();
-        low = range.low;
-        high = range.high;
-        kv_head = piece.kv_head;
-        request = piece.request;
-      }
-    }
-    const bool one_token_pages = p_.page_shift == 0;
-    const int32_t slices = kDecodeWarps * (one_token_pages ? 2 : 32);
-    const int32_t block_end = min(end, slice + slices);
-    const int32_t mine = slice + kDecodeWarps * (one_token_pages ? lane_ >> 4 : lane_);
-    const int32_t token = mine * kSliceTokens + (one_token_pages ? lane_ & 15 : 0);
+  // Looks up the block that begins with this warp's slice next_ of all, and starts to load its ids.
+  __device__ __forceinline__ void find_block(int32_t index) {
+    const Known known = pieces_.known(index / kDecodeEpoch);
+    PieceRow behind = {};
+    behind.turn = known.turn;
+    behind.solos = known.solos;
+    next_count_ = min(behind.before(warp_) - next_, 32 >> log_ids_);
+    if (next_count_ == 0) return;
+    const int32_t number = lane_ >> log_ids_;
+    next_where_ = place(next_ + min(number, next_count_ - 1), index, known.pieces);
+    const PieceRow& piece = pieces_[next_where_];
+    const int32_t token = first_token(next_where_) + ((lane_ & ((1 << log_ids_) - 1)) << p_.page_shift);
     next_ids_ = 0;
-    if (mine < block_end && token < high && (!one_token_pages || token >= low)) {
-      const int32_t* table = p_.page_table + request * p_.page_table_stride;
+    if (number < next_count_ && token < piece.high) {
+      const int32_t* table = p_.page_table + piece.request * p_.page_table_stride;
       next_ids_ = min(static_cast<uint32_t>(table[token >> p_.page_shift]), p_.last_page);
     }
-    __syncwarp();
-    if (lane_ == 0) {
-      if (walk) {
-        state_.feed = cursor;
-        state_.feed_turn = turn;
-        state_.feed_request = request;
-        state_.feed_low = low;
-        state_.feed_high = high;
-        state_.feed_kv_head = kv_head;
-        state_.feed_end = end;
+    next_ += next_count_;
+  }
+
+  // Where this warp's slice `number` of all lies: its number from position 0 on, times kDecodePieces, plus the row of
+  // its piece in the list.
+  __device__ __forceinline__ int32_t place(int32_t number, int32_t low, int32_t high) const {
+#pragma unroll 1
+    while (high - low > 1) {  // the last of these pieces that begins at or before the slice
+      const int32_t middle = (low + high) / 2;
+      if (pieces_[middle].before(warp_) <= number) {
+        low = middle;
+      } else {
+        high = middle;
       }
-      state_.feed_slice = slice + slices;
-      state_.next_slice = slice;
-      state_.next_end = block_end;
-      state_.next_low = low;
-      state_.next_high = high;
-      state_.next_kv_head = kv_head;
     }
-    __syncwarp();
+    const PieceRow& piece = pieces_[low];
+    const int32_t slice = piece.first(warp_) + (number - piece.before(warp_)) * piece.step();
+    return slice * kDecodePieces + (low & (kDecodePieces - 1));
+  }
+
+  static __device__ __forceinline__ int32_t first_token(int32_t where) {
+    static_assert(kTokens <= kDecodePieces);
+    return (where & -kDecodePieces) / (kDecodePieces / kTokens);
   }
 
   // The lane's number in a form that keeps what follows from it out of the registers that live through the loop.
@@ -294,14 +409,18 @@ class Feed {
   __device__ __forceinline__ bool visible(int32_t token) const { return token >= low_ && token < high_; }
 
   const DecodeParams& p_;
-  WarpState& state_;
+  const Pieces& pieces_;
   const int32_t warp_, lane_;
   const uint32_t scales_;
-  // The current block: slices from slice_ on (>= end_: nothing is left), the tokens that any row sees, this lane's id.
-  int32_t slice_ = 0, end_ = 0, low_ = 0, high_ = 0, kv_head_ = 0;
+  const int32_t log_ids_;  // log2 of a slice's pages
+  // The current block: slice index_ of count_, and the one after it.
+  int32_t index_ = 0, count_ = 0, next_count_ = 0;
+  bool done_ = false;  // no slice is left
+  int32_t where_ = 0, next_where_ = 0;
   uint32_t ids_ = 0, next_ids_ = 0;
-  int32_t index_ = 0;  // of the current slice in its block
-  uint32_t page_ = 0;  // of the current slice, between its keys and its values
+  int32_t next_ = 0;  // this warp's slice of all that the block after the next begins with
+  // Of the slice that is pushed: first token, tokens that any row sees.
+  int32_t token_ = 0, low_ = 0, high_ = 0, kv_head_ = 0;
 };
 
 }  // namespace hpc::attention

@@ -21,16 +21,38 @@ __device__ __forceinline__ void add_result(float4& a, float4& a_ml, const float4
       make_float4(m0, __fmaf_rn(b_ml.y, b0, __fmul_rn(a_ml.y, a0)), m1, __fmaf_rn(b_ml.w, b1, __fmul_rn(a_ml.w, a1)));
 }
 
-// Two 16-bit outputs of one row.
-__device__ __forceinline__ void store_pair(const DecodeParams& p, int64_t token, int32_t head, int32_t d, float low,
-                                           float high) {
-  const int64_t element = token * p.out_token_stride + head * p.out_head_stride + d;
+// Two neighbouring 16-bit outputs.
+__device__ __forceinline__ void store_pair(const DecodeParams& p, int64_t element, float low, float high) {
   const uint32_t pair = p.out_fp16 ? pack_half2<Half::kFp16>(low, high) : pack_half2<Half::kBf16>(low, high);
   *reinterpret_cast<uint32_t*>(p.out + 2 * element) = pair;
 }
 
-// Normalises vector `position` of a row tile and writes output and lse. A row that sees nothing (sum 0) gives zeros and
-// -inf. Sinks join the denominator, not lse.
+// Where a query row's output goes, and what its unnormalised output is multiplied by.
+struct OutputRow {
+  int64_t token;
+  int32_t head;
+  int64_t element;
+  float factor;
+};
+
+// m, l: maximum and sum of the row. A row that sees nothing (sum 0) gives zeros. Sinks join the denominator, not lse.
+__device__ __forceinline__ OutputRow output_row(const DecodeParams& p, int32_t request, int32_t kv_head, int32_t row,
+                                                float m, float l, float v_scale) {
+  const RowPlace place = row_place(p, kv_head, row);
+  const int64_t token = static_cast<int64_t>(request) * p.q_len + place.token;
+  float denominator = l;
+  if (p.sinks != nullptr) denominator += exp2_approx(p.sinks[place.head] * kLog2e - m);
+  return {token, place.head, token * p.out_token_stride + place.head * p.out_head_stride,
+          l == 0.0f ? 0.0f : __fdividef(v_scale, denominator)};
+}
+
+// The row's lse; -inf where it sees nothing.
+__device__ __forceinline__ void store_lse(const DecodeParams& p, const OutputRow& row, float m, float l) {
+  const float lse = l == 0.0f ? __uint_as_float(0xff800000u) : (m + log2_approx(l)) * kLn2;
+  p.lse[row.token * p.lse_token_stride + row.head * p.lse_head_stride] = lse;
+}
+
+// Normalises vector `position` of a row tile and writes output and lse.
 __device__ __forceinline__ void store_result(const DecodeParams& p, int32_t request, int32_t kv_head, int32_t row_tile,
                                              int32_t position, const float4& o, const float4& ml) {
   const int32_t d = 2 * (position >> 2);
@@ -39,17 +61,10 @@ __device__ __forceinline__ void store_result(const DecodeParams& p, int32_t requ
   for (int i = 0; i < 2; ++i) {
     const int32_t row = row_tile * kRowTile + 2 * (position & 3) + i;
     if (row >= p.rows) continue;
-    const RowPlace place = row_place(p, kv_head, row);
-    const int64_t token = static_cast<int64_t>(request) * p.q_len + place.token;
     const float m = i == 0 ? ml.x : ml.z, l = i == 0 ? ml.y : ml.w;
-    float denominator = l;
-    if (p.sinks != nullptr) denominator += exp2_approx(p.sinks[place.head] * kLog2e - m);
-    const float factor = l == 0.0f ? 0.0f : __fdividef(v_scale, denominator);
-    store_pair(p, token, place.head, d, (i == 0 ? o.x : o.y) * factor, (i == 0 ? o.z : o.w) * factor);
-    if (p.lse != nullptr && d == 0) {
-      const float lse = l == 0.0f ? __uint_as_float(0xff800000u) : (m + log2_approx(l)) * kLn2;
-      p.lse[token * p.lse_token_stride + place.head * p.lse_head_stride] = lse;
-    }
+    const OutputRow to = output_row(p, request, kv_head, row, m, l, v_scale);
+    store_pair(p, to.element + d, (i == 0 ? o.x : o.y) * to.factor, (i == 0 ? o.z : o.w) * to.factor);
+    if (p.lse != nullptr && d == 0) store_lse(p, to, m, l);
   }
 }
 

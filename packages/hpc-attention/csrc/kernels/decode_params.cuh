@@ -62,18 +62,22 @@ struct DecodeParams {
   float scale;     // sm_scale times k_scale where that is a number; times log2(e) without softcap
   float v_factor;  // v_scale where that is a number
   float softcap;   // 0: none
+  int32_t batch;   // requests of this call
   int32_t num_kv_heads;
-  int32_t q_len;       // 1 .. 8
-  int32_t group;       // query heads a KV head, 1 .. 16
-  int32_t rows;        // q_len * group
-  int32_t row_tiles;   // ceil(rows / 8), of all row groups together
-  int32_t row_groups;  // CTAs that share a run of tiles
-  int32_t window;      // 0: none
+  int32_t q_len;          // 1 .. 8
+  int32_t group;          // query heads a KV head, 1 .. 16
+  int32_t group_inverse;  // ceil(65536 / group)
+  int32_t rows;           // q_len * group
+  int32_t row_tiles;      // ceil(rows / 8), of all row groups together
+  int32_t row_groups;     // CTAs that share a run of tiles
+  int32_t window;         // 0: none
   QueryKind query;
   bool batch_invariant;
   bool out_fp16;         // else bf16
   bool per_token_scale;  // k_scale is per token
-  bool early;            // the plan and the cache's older tokens are not written by the kernel just before
+  // Slices a warp asks for before its wait; 0: the plan or the cache's older tokens are written by the kernel just
+  // before.
+  int32_t early_slices;
 };
 
 constexpr float kLog2e = 1.4426950408889634f;

@@ -14,8 +14,12 @@ struct RowPlace {
   int32_t token;  // of the request, 0 .. q_len - 1
   int32_t head;   // query head
 };
+// row / group, exact for rows up to 128.
+__device__ __forceinline__ int32_t row_token(const DecodeParams& p, int32_t row) {
+  return row * p.group_inverse >> 16;
+}
 __device__ __forceinline__ RowPlace row_place(const DecodeParams& p, int32_t kv_head, int32_t row) {
-  const int32_t token = row / p.group;
+  const int32_t token = row_token(p, row);
   return {token, kv_head * p.group + row - token * p.group};
 }
 
@@ -25,63 +29,52 @@ __device__ __forceinline__ uint32_t scaled_half2(uint32_t bf16x2, float power) {
 }
 
 // A lane's part of a query row as it lies in memory: lane (g, t) of a row tile takes the elements of row g that belong
-// to the keys' 16-byte columns t + 4 j. `factor` multiplies the row's scores.
+// to the keys' 16-byte columns t + 4 j.
 template <int kDim>
 struct QueryRow {
   uint32_t words[kDim / 8];  // 16-bit pairs; of an e4m3 query the first half, four elements a word
-  float factor;
 };
 
-// Loads row `row` of a (request, KV head); zeros where there is none. Nothing is done with what is loaded, so it may
-// arrive while other work goes on.
+// Takes a lane's part of a row from shared memory; zeros where there is no row.
 template <KvKind kKind, int kDim>
-__device__ __forceinline__ void load_query(const DecodeParams& p, int32_t request, int32_t kv_head, int32_t row,
-                                           int32_t t, QueryRow<kDim>& query) {
-  query.factor = 1.0f;
+__device__ __forceinline__ void read_query(const DecodeParams& p, uint32_t row, bool any, int32_t t,
+                                           QueryRow<kDim>& query) {
 #pragma unroll
   for (int i = 0; i < kDim / 8; ++i) query.words[i] = 0;
-  if (row >= p.rows) return;
-  const RowPlace place = row_place(p, kv_head, row);
-  const int64_t token = static_cast<int64_t>(request) * p.q_len + place.token;
-  const int64_t element = token * p.q_token_stride + place.head * p.q_head_stride;
-  const auto load = [&](int at, const char* source) {
-    const uint4 v = *reinterpret_cast<const uint4*>(source);
+  if (!any) return;
+  const auto load = [&](int at, int offset) {
+    const uint4 v = lds128(row + offset);
     query.words[at] = v.x, query.words[at + 1] = v.y, query.words[at + 2] = v.z, query.words[at + 3] = v.w;
   };
   if (kKind == KvKind::kE4m3 && p.query == QueryKind::kE4m3) {
-    const char* source = p.q + element + 16 * t;
 #pragma unroll
-    for (int chunk = 0; chunk < kDim / 64; ++chunk) load(4 * chunk, source + 64 * chunk);
-    query.factor = p.q_scale[token * p.q_scale_token_stride + place.head * p.q_scale_head_stride];
+    for (int chunk = 0; chunk < kDim / 64; ++chunk) load(4 * chunk, 16 * t + 64 * chunk);
   } else if constexpr (kKind == KvKind::kE4m3) {  // a column of 16 keys' elements is 32 bytes of the query
-    const char* source = p.q + 2 * element + 32 * t;
 #pragma unroll
     for (int chunk = 0; chunk < kDim / 64; ++chunk) {
-      load(8 * chunk, source + 128 * chunk);
-      load(8 * chunk + 4, source + 128 * chunk + 16);
+      load(8 * chunk, 32 * t + 128 * chunk);
+      load(8 * chunk + 4, 32 * t + 128 * chunk + 16);
     }
   } else {
-    const char* source = p.q + 2 * element + 16 * t;
 #pragma unroll
-    for (int chunk = 0; chunk < kDim / 32; ++chunk) load(4 * chunk, source + 64 * chunk);
+    for (int chunk = 0; chunk < kDim / 32; ++chunk) load(4 * chunk, 16 * t + 64 * chunk);
   }
 }
 
-// Brings a (request, KV head)'s query rows into L2, before the flood of keys and values behind which they would wait.
+// The first of a (request, KV head)'s rows, and a row's bytes.
 template <KvKind kKind, int kDim>
-__device__ __forceinline__ void prefetch_query(const DecodeParams& p, int32_t request, int32_t kv_head, int32_t lane) {
-  const int32_t bytes = kKind == KvKind::kE4m3 && p.query == QueryKind::kE4m3 ? 1 : 2;
-  const int32_t lines = (kDim * bytes + 127) / 128;  // of a row
-  for (int32_t i = lane; i < p.rows * lines; i += 32) {
-    const RowPlace place = row_place(p, kv_head, i / lines);
-    const int64_t token = static_cast<int64_t>(request) * p.q_len + place.token;
-    const int64_t element = token * p.q_token_stride + place.head * p.q_head_stride;
-    prefetch_l2(p.q + element * bytes + 128 * (i % lines));
-  }
+__device__ __forceinline__ int32_t query_row_bytes(const DecodeParams& p) {
+  return kKind == KvKind::kE4m3 && p.query == QueryKind::kE4m3 ? kDim : 2 * kDim;
+}
+template <KvKind kKind, int kDim>
+__device__ __forceinline__ const char* query_row(const DecodeParams& p, int32_t request, int32_t kv_head, int32_t row) {
+  const RowPlace place = row_place(p, kv_head, row);
+  const int64_t token = static_cast<int64_t>(request) * p.q_len + place.token;
+  const int64_t element = token * p.q_token_stride + place.head * p.q_head_stride;
+  return p.q + element * (query_row_bytes<kKind, kDim>(p) / kDim);
 }
 
-// The second half of load_query for a bf16 query against an e4m3 cache, apart because all lanes must call it
-// (shuffles).
+// The part of query_fragment for a bf16 query against an e4m3 cache. All lanes call it together (shuffles).
 template <int kDim>
 __device__ __forceinline__ void scale_query(uint32_t (&fragment)[kDim / 8], float& factor) {
   uint32_t largest = 0;  // |bf16| as bits order like the numbers
@@ -100,11 +93,11 @@ __device__ __forceinline__ void scale_query(uint32_t (&fragment)[kDim / 8], floa
 
 // Makes fragments of loaded rows: two registers for each 16 of k. All lanes call it together. A bf16 query against an
 // e4m3 cache is multiplied by the power of two that brings the row's largest element into [2^14, 2^15) and rounded to
-// fp16: exact for elements down to 2^-31 of the largest.
+// fp16: exact for elements down to 2^-31 of the largest. `factor` multiplies the row's scores.
 template <KvKind kKind, int kDim>
 __device__ __forceinline__ void query_fragment(const DecodeParams& p, const QueryRow<kDim>& query,
                                                uint32_t (&fragment)[kDim / 8], float& factor) {
-  factor = query.factor;
+  factor = 1.0f;
 #pragma unroll
   for (int i = 0; i < kDim / 8; ++i) fragment[i] = query.words[i];
   if constexpr (kKind == KvKind::kE4m3) {

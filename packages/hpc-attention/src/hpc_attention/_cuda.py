@@ -88,8 +88,8 @@ def decode(
     early = plan_map.data_ptr() not in _updated_maps and torch.cuda.is_current_stream_capturing()
     _updated_maps.discard(plan_map.data_ptr())
     _C.decode(
-        device.index, torch.cuda.current_stream(device).cuda_stream, _KIND[k_cache.dtype], _KIND[q.dtype], head_dim,
-        q.shape[1], num_kv_heads, page_size, num_pages, page_table.shape[1], q_len, window, num_ctas, max_batch,
+        device.index, torch.cuda.current_stream(device).cuda_stream, _KIND[k_cache.dtype], _KIND[q.dtype],
+        q.shape[0] // q_len, head_dim, q.shape[1], num_kv_heads, page_size, num_pages, page_table.shape[1], q_len, window, num_ctas, max_batch,
         batch_invariant, max_seq_len, _rows(q), _rows(q_scale), _strides(k_cache, 0, 1, 2), _strides(v_cache, 0, 1, 2),
         _strides(page_table, 0), _key_scale(k_scale), k_scale is not None and k_scale.dim() == 3,
         (0, 0) if v_scale is None else _strides(v_scale, 0), 0 if sinks is None else sinks.data_ptr(), _rows(out),

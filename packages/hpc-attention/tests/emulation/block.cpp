@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -30,7 +31,7 @@ struct Copy {
   char data[16];
 };
 
-enum class State { kReady, kInWarp, kInBlock, kInWait, kDone };
+enum class State { kReady, kInWarp, kInBlock, kInBarrier, kInWait, kDone };
 
 struct Fiber {
   ucontext_t start;
@@ -48,6 +49,13 @@ struct Warp {
   Meeting meeting;
 };
 
+struct Barrier {
+  uint32_t count, arrived, phase;
+  int64_t missing_bytes;  // announced and not yet copied
+  std::vector<std::pair<uint32_t, std::vector<char>>> copies;
+  std::vector<int> waiting;  // threads
+};
+
 struct Late {
   char* address;
   std::vector<char> contents;
@@ -62,6 +70,7 @@ int current, num_threads, arrived, left;
 size_t shared_bytes;
 bool predecessor_runs;
 std::vector<Late> late_memory;
+std::map<uint32_t, Barrier> barriers;
 std::exception_ptr error;
 const std::function<void()>* block_body;
 unsigned seed = 1;
@@ -148,6 +157,7 @@ void run_block(int threads, size_t smem_bytes, const std::function<void(int)>& e
     makecontext(&fiber.start, run_thread, 0);
   }
   for (Warp& warp : warps) warp.arrived = warp.generation = 0;
+  barriers.clear();
   std::memset(hpc::attention::smem, 0xff, sizeof(hpc::attention::smem));
   for (Late& memory : late_memory) {
     memory.contents.assign(memory.address, memory.address + memory.contents.size());
@@ -237,6 +247,56 @@ void copy_async(uint32_t shared, const void* global, int size, int bytes) {
 void commit_copies() {
   Fiber& fiber = fibers[current];
   fiber.groups.push_back(std::exchange(fiber.open, {}));
+}
+
+void init_barrier(uint32_t address, uint32_t count) {
+  shared_pointer(address, 8);
+  barriers[address] = {count, 0, 0, 0, {}, {}};
+}
+
+// A phase ends when all have arrived and all bytes are there. Copies are held back until a thread waits for them.
+static void end_phase(Barrier& barrier) {
+  if (barrier.arrived < barrier.count || barrier.missing_bytes != 0) return;
+  if (!barrier.copies.empty() && barrier.waiting.empty()) return;
+  for (const auto& [shared, data] : barrier.copies) {
+    std::memcpy(shared_pointer(shared, 16), data.data(), data.size());
+  }
+  barrier.copies.clear();
+  barrier.arrived = 0;
+  ++barrier.phase;
+  for (const int thread : std::exchange(barrier.waiting, {})) fibers[thread].state = State::kReady;
+}
+
+static Barrier& barrier_at(uint32_t address) {
+  require(barriers.count(address) == 1, "a barrier that was not initialised");
+  return barriers[address];
+}
+
+void arrive(uint32_t address, uint32_t expected_bytes) {
+  Barrier& barrier = barrier_at(address);
+  require(barrier.arrived < barrier.count, "too many arrivals at a barrier");
+  ++barrier.arrived;
+  barrier.missing_bytes += expected_bytes;
+  end_phase(barrier);
+}
+
+void wait_barrier(uint32_t address, uint32_t parity) {
+  Barrier& barrier = barrier_at(address);
+  if ((barrier.phase & 1) != parity) return;  // the phase of this parity is over
+  barrier.waiting.push_back(current);
+  end_phase(barrier);
+  if ((barrier.phase & 1) == parity) suspend(State::kInBarrier);
+}
+
+void bulk_copy(uint32_t shared, const void* global, uint32_t bytes, uint32_t address) {
+  Barrier& barrier = barrier_at(address);
+  require(reinterpret_cast<uintptr_t>(global) % 16 == 0 && bytes % 16 == 0, "misaligned bulk copy");
+  shared_pointer(shared + bytes - 16, 16);
+  std::memset(shared_pointer(shared, 16), 0xff, bytes);
+  const char* source = static_cast<const char*>(global);
+  barrier.copies.emplace_back(shared, std::vector<char>(source, source + bytes));
+  barrier.missing_bytes -= bytes;
+  end_phase(barrier);
 }
 
 void wait_for_copies(size_t pending) {

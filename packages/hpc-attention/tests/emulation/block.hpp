@@ -55,4 +55,10 @@ void copy_async(uint32_t shared, const void* global, int size, int bytes);
 void commit_copies();
 void wait_for_copies(size_t pending);
 
+// mbarriers, and copies that complete on them: what such a copy brings is there when a thread has waited for it.
+void init_barrier(uint32_t address, uint32_t count);
+void arrive(uint32_t address, uint32_t expected_bytes);
+void wait_barrier(uint32_t address, uint32_t parity);
+void bulk_copy(uint32_t shared, const void* global, uint32_t bytes, uint32_t address);
+
 }  // namespace emulation

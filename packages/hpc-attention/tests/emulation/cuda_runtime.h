@@ -75,6 +75,9 @@ inline float __fdividef(float a, float b) {
 inline int __popc(uint32_t bits) {
   return __builtin_popcount(bits);
 }
+inline int __clz(int bits) {
+  return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits));
+}
 inline int __ffs(uint32_t bits) {
   return __builtin_ffs(static_cast<int>(bits));
 }

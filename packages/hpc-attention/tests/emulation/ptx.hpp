@@ -1,6 +1,6 @@
-// What the PTX functions of hpc/fifo.cuh, fp8.cuh, mma.cuh and pdl.cuh do. Those headers come without them: the test
-// takes every function that is PTX out of its copies. Everything else in them is the kernels' own. What a kernel begins
-// to use is added here.
+// What the PTX functions of hpc/fifo.cuh, fp8.cuh, mbarrier.cuh, mma.cuh and pdl.cuh do. Those headers come without
+// them: the test takes every function that is PTX out of its copies. Everything else in them is the kernels' own. What
+// a kernel begins to use is added here.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,8 +9,13 @@
 #include <cfloat>
 
 #include "block.hpp"
+namespace hpc {
+inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity);  // its header's mbarrier_wait calls it
+}
+
 #include "hpc/fifo.cuh"
 #include "hpc/fp8.cuh"
+#include "hpc/mbarrier.cuh"
 #include "hpc/mma.cuh"
 #include "hpc/pdl.cuh"
 
@@ -23,6 +28,25 @@ inline void pdl_wait() {
 inline void pdl_trigger() {}
 
 inline void prefetch_l2(const void*) {}
+
+// mbarrier.cuh
+inline void mbarrier_init(uint32_t barrier, uint32_t count) {
+  emulation::init_barrier(barrier, count);
+}
+inline void mbarrier_init_fence() {}
+inline void mbarrier_arrive(uint32_t barrier) {
+  emulation::arrive(barrier, 0);
+}
+inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+  emulation::arrive(barrier, bytes);
+}
+inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+  emulation::wait_barrier(barrier, parity);
+  return true;
+}
+inline void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
+  emulation::bulk_copy(shared, global, bytes, barrier);
+}
 
 // fifo.cuh
 using emulation::shared_address;
