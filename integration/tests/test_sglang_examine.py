@@ -133,6 +133,8 @@ def test_router_switches(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     architecture = {"architectures": ["HYV3ForCausalLM"]}
     monkeypatch.setenv("HPC_SGLANG_ROUTER_TERMS", "2")
     assert "2 bf16 terms" in verdicts(tmp_path, **architecture)[ROUTER][1]
+    step = {"architectures": ["Step3p5ForCausalLM"], "need_fp32_gate": True}
+    assert "1 bf16 term" in verdicts(tmp_path, **step)[ROUTER][1]
     monkeypatch.setenv("HPC_SGLANG_ROUTER_TERMS", "9")
     report = examine.examine([])
     assert report.refused and report.entries[1].detail.endswith("got '9'")

@@ -348,3 +348,14 @@ def test_what_is_missing_in_sglang_is_a_reason() -> None:
     record = Record()
     compat.hook("around", "sglang.srt.layers.moe.moe_runner.base:FusedOpPool.no_such", None, MoeHooks(record).failed)
     assert "has no sglang.srt.layers.moe.moe_runner.base:FusedOpPool.no_such" in record.reason(MOE)
+
+
+def test_a_runner_that_another_package_took() -> None:
+    from sglang.srt.layers.moe.moe_runner import runner
+
+    if not hasattr(runner, "register_moe_runner_core"):
+        pytest.skip("this SGLang has no registry of runner cores")
+    record = Record()
+    hooks = MoeHooks(record)
+    compat.register_runner_core("hpc_ops", hooks.run, hooks.failed)  # for the second time in this process
+    assert "'hpc_ops' is already registered" in record.reason(MOE)

@@ -219,10 +219,11 @@ def runs_experts_by_all_to_all() -> str:
     return "" if backend.is_none() else str(backend.value)
 
 
-def register_runner_core(name: str, run: Callable[[Any, Any, Any], Any]) -> None:
+def register_runner_core(name: str, run: Callable[[Any, Any, Any], Any], failed: Callable[[str], None]) -> None:
     """Give the MoE runner ``name`` a core that calls ``run(dispatch_output, quant_info, runner_config)``.
 
-    Versions before 0.5.19 have no such registry and need none. Happens when SGLang imports its runner.
+    Versions before 0.5.19 have no such registry and need none. Happens when SGLang imports its runner. failed: called
+    with the reason where another package has given it one.
     """
 
     def apply(runner: ModuleType) -> None:
@@ -239,7 +240,10 @@ def register_runner_core(name: str, run: Callable[[Any, Any, Any], Any]) -> None
             def run_from_dispatch(self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None):
                 return run(dispatch_output, quant_info, runner_config)
 
-        runner.register_moe_runner_core(name, Core)
+        try:
+            runner.register_moe_runner_core(name, Core)
+        except ValueError as error:
+            failed(str(error))
 
     when_imported("sglang.srt.layers.moe.moe_runner.runner", apply)
 

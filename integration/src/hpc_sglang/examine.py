@@ -261,7 +261,8 @@ def _router(asked: argparse.Namespace, model: Model | None, device: str) -> Entr
             terms = 2
     if model.hidden % 8:
         return Entry(ROUTER, False, f"a multiple of 8 columns is needed, got {model.hidden}")
-    terms = min(terms, 1) if terms == 1 else (override or terms)
+    if terms > 1:  # a bf16 weight is one term, whatever is asked
+        terms = override or terms
     return Entry(ROUTER, True, f"the gates of {gate}, {terms} bf16 term{'' if terms == 1 else 's'}")
 
 

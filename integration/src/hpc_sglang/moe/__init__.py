@@ -34,7 +34,7 @@ def register(record: Record) -> None:
         (f"{_FP8}._get_hpc_ops_quant_info", hooks.quant_info),
     ):
         compat.hook("around", target, function, hooks.failed)
-    compat.register_runner_core(RUNNER, hooks.run)
+    compat.register_runner_core(RUNNER, hooks.run, hooks.failed)
 
 
 class MoeHooks:
