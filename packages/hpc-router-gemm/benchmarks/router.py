@@ -1,9 +1,10 @@
-"""Times of router_gemm beside cuBLAS, the tables' `router-2` rows and more.
+"""Times and errors of router_gemm beside cuBLAS, the tables' `router-2` rows and more.
 
     uv run python packages/hpc-router-gemm/benchmarks/router.py [--json FILE] [--only TEXT] [--terms 2,3] [--decode]
 
 Cold: a pass rotates over buffer sets, one a layer. Peers, in the same rounds: cuBLAS fp32 and TF32 with the cast of the
-activations, and one bf16 product with fp32 output. --decode times M = 1 to 64 at seven model sizes instead.
+activations, and one bf16 product with fp32 output. Errors are against float64 on the first set, standard-normal x and
+weight, at most 1,024 tokens. --decode times M = 1 to 64 at seven model sizes instead. figures.py draws the results.
 """
 
 import argparse
@@ -21,6 +22,7 @@ CASES = {
 DECODE = ((192, 4096), (384, 3072), (768, 6144), (256, 7168), (128, 2048), (896, 7168), (64, 2048))
 DECODE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 MAX_SETS = 48
+ERROR_TOKENS = 1024
 
 
 def cublas_fp32(x: torch.Tensor, weight: torch.Tensor, tf32: bool) -> torch.Tensor:
@@ -56,6 +58,27 @@ def candidates(m: int, n: int, k: int, terms: tuple[int, ...], device: torch.dev
     return result
 
 
+def errors(m: int, n: int, k: int, terms: tuple[int, ...], device: torch.device) -> list[dict[str, str | float]]:
+    """Root mean square and largest error of each implementation against float64, on the same inputs."""
+    x = torch.randn(m, k, device=device).to(torch.bfloat16)
+    weight = torch.randn(n, k, device=device)
+    some = slice(0, ERROR_TOKENS)
+    exact = x[some].double() @ weight.double().T
+    scores = {("ours", f"router-{count}"): router_gemm(x, RouterWeight(weight, terms=count)) for count in terms}
+    scores["cuBLAS fp32", "router-2"] = cublas_fp32(x, weight, False)
+    scores["cuBLAS TF32", "router-2"] = cublas_fp32(x, weight, True)
+    if device.type == "cuda":
+        scores["cuBLAS bf16 (one product)", "router-2"] = torch.mm(
+            x, weight.to(torch.bfloat16).T, out_dtype=torch.float32
+        )
+    rows = []
+    for (provider, op), result in scores.items():
+        error = result[some].double() - exact
+        rms, largest = float(error.square().mean().sqrt()), float(error.abs().max())
+        rows.append({"op": op, "case": f"{n}x{k} m={m}", "provider": provider, "rms": rms, "largest": largest})
+    return rows
+
+
 def show(rows: list[Row]) -> None:
     print(f"{rows[0].case:18s}" + "".join(f"  {row.op[-1]} {row.provider} {row.us:.2f}" for row in rows), flush=True)
 
@@ -72,13 +95,16 @@ def main() -> None:
     terms = tuple(int(count) for count in arguments.terms.split(","))
     sizes = {size: DECODE_TOKENS for size in DECODE} if arguments.decode else CASES
     rows: list[Row] = []
+    wrong: list[dict[str, str | float]] = []
     for (n, k), tokens in sizes.items():
         for m in tokens:
             if arguments.only in f"{n}x{k} m={m}":
                 rows += (latest := measure(candidates(m, n, k, terms, device), device=device))
+                wrong += errors(m, n, k, terms, device)
                 show(latest)
     if arguments.json:
-        write_results(arguments.json, results(rows, {"hpc_router_gemm": _C.build_info()}, device))
+        document = results(rows, {"hpc_router_gemm": _C.build_info()}, device)
+        write_results(arguments.json, {**document, "errors": wrong})
 
 
 if __name__ == "__main__":
