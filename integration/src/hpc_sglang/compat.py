@@ -229,20 +229,20 @@ def register_runner_core(name: str, run: Callable[[Any, Any, Any], Any], failed:
     def apply(runner: ModuleType) -> None:
         if not hasattr(runner, "register_moe_runner_core"):
             return
-        base = find("sglang.srt.layers.moe.moe_runner.base:DispatchMoeRunnerCore")
-        backends = find("sglang.srt.layers.moe.utils:MoeRunnerBackend")
-
-        class Core(base):  # type: ignore[misc]
-            """A runner core that calls ``run``."""
-
-            runner_backend = backends(name)
-
-            def run_from_dispatch(self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None):
-                return run(dispatch_output, quant_info, runner_config)
-
         try:
+            base = find("sglang.srt.layers.moe.moe_runner.base:DispatchMoeRunnerCore")
+            backends = find("sglang.srt.layers.moe.utils:MoeRunnerBackend")
+
+            class Core(base):  # type: ignore[misc]
+                """A runner core that calls ``run``."""
+
+                runner_backend = backends(name)
+
+                def run_from_dispatch(self, dispatched: Any, quant_info: Any, runner_config: Any, hooks: Any = None):
+                    return run(dispatched, quant_info, runner_config)
+
             runner.register_moe_runner_core(name, Core)
-        except ValueError as error:
+        except (Missing, ValueError) as error:
             failed(str(error))
 
     when_imported("sglang.srt.layers.moe.moe_runner.runner", apply)
