@@ -59,7 +59,7 @@ def candidates(m: int, n: int, k: int, terms: tuple[int, ...], device: torch.dev
 
 
 def errors(m: int, n: int, k: int, terms: tuple[int, ...], device: torch.device) -> list[dict[str, str | float]]:
-    """Root mean square and largest error of each implementation against float64, on the same inputs."""
+    """Rows of mode "error": root mean square and largest of each implementation's, on the same inputs."""
     x = torch.randn(m, k, device=device).to(torch.bfloat16)
     weight = torch.randn(n, k, device=device)
     some = slice(0, ERROR_TOKENS)
@@ -75,7 +75,16 @@ def errors(m: int, n: int, k: int, terms: tuple[int, ...], device: torch.device)
     for (provider, op), result in scores.items():
         error = result[some].double() - exact
         rms, largest = float(error.square().mean().sqrt()), float(error.abs().max())
-        rows.append({"op": op, "case": f"{n}x{k} m={m}", "provider": provider, "rms": rms, "largest": largest})
+        rows.append(
+            {
+                "op": op,
+                "case": f"{n}x{k} m={m}",
+                "provider": provider,
+                "mode": "error",
+                "rms": float(f"{rms:.3g}"),
+                "largest": float(f"{largest:.3g}"),
+            }
+        )
     return rows
 
 
@@ -104,7 +113,7 @@ def main() -> None:
                 show(latest)
     if arguments.json:
         document = results(rows, {"hpc_router_gemm": _C.build_info()}, device)
-        write_results(arguments.json, {**document, "errors": wrong})
+        write_results(arguments.json, {**document, "rows": document["rows"] + wrong})
 
 
 if __name__ == "__main__":
