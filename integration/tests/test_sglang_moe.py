@@ -10,6 +10,8 @@ import pytest
 import torch
 from hpc_common.metrics import error
 from hpc_common.reference import moe as reference
+from hpc_common.testing import device_params
+from hpc_moe.support import SUPPORT
 from hpc_sglang import compat, counters
 from hpc_sglang.moe import MoeHooks
 from hpc_sglang.moe.experts import Experts, Workspaces
@@ -136,10 +138,14 @@ def alone(hooked: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "upstream_hpc", lambda: False)
 
 
+DEVICES = device_params(SUPPORT, "fused_moe", "block FP8, bf16 x", "per-tensor FP8, bf16 x")
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("quant", ["block", "tensor"])
-def test_values(quant: str, hooked: Record) -> None:
-    layer = Layer(quant).prepare()
-    batch = tokens()
+def test_values(quant: str, device: str, hooked: Record) -> None:
+    layer = Layer(quant).to(device).prepare()
+    batch = tuple(tensor.to(device) for tensor in tokens())
     counters.reset()
     check(layer(*batch), expected(quant, batch, weights(quant)))
     assert counters.calls == {f"moe.{quant}": 1}
@@ -172,12 +178,34 @@ def test_another_dtype_of_ids_and_weights() -> None:
     assert layer(x, ids.short(), halved).equal(layer(x, ids, halved.float()))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant", ["block", "tensor"])
+def test_a_captured_layer(quant: str) -> None:
+    """A CUDA graph of the layer's call follows its inputs, and updates of weights in place."""
+    layer = Layer(quant).to("cuda").prepare()
+    batch = [tensor.to("cuda") for tensor in tokens()]
+    layer(*batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(*batch)
+    changed = weights(quant)
+    name = "w2_weight_scale_inv" if quant == "block" else "w2_weight_scale"
+    changed[name] = torch.nn.Parameter(changed[name].flip(0), requires_grad=False)
+    getattr(layer, name).copy_(changed[name])
+    other = [tensor.roll(3, 0) for tensor in batch]
+    for captured, new in zip(batch, other, strict=True):
+        captured.copy_(new)
+    graph.replay()
+    check(out, expected(quant, tuple(other), changed))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("quant", ["block", "tensor"])
 @pytest.mark.parametrize("split", ["ep", "tp"])
-def test_ranks(quant: str, split: str) -> None:
+def test_ranks(quant: str, split: str, device: str) -> None:
     """Two ranks' parts add up to the layer; neither is the layer by itself. Ids are global on every rank."""
-    batch = tokens()
-    parts = [Layer(quant, **{split: (rank, 2)}).prepare()(*batch).double() for rank in range(2)]
+    batch = tuple(tensor.to(device) for tensor in tokens())
+    parts = [Layer(quant, **{split: (rank, 2)}).to(device).prepare()(*batch).double().cpu() for rank in range(2)]
     want = expected(quant, batch, weights(quant))
     check(parts[0] + parts[1], want, 0.008)
     assert min(error(part, want).relative_rms for part in parts) > 0.3

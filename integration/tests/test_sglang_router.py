@@ -9,6 +9,8 @@ import hpc_router_gemm
 import pytest
 import torch
 from hpc_common.reference import router as reference
+from hpc_common.testing import device_params
+from hpc_router_gemm.support import SUPPORT
 from hpc_sglang import compat, counters
 from hpc_sglang.record import ROUTER, Record
 from hpc_sglang.router import RouterHooks, gates
@@ -138,11 +140,15 @@ def in_sglang(hooked: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExpertLocationDispatchInfo, "init_new", staticmethod(lambda **_: None))
 
 
+DEVICES = device_params(SUPPORT, "router_gemm", "fp32 weight, terms 1 to 3", "bf16 weight")
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
-def test_scores(name: str) -> None:
+def test_scores(name: str, device: str) -> None:
     make, weight_of, forward, terms = MODELS[name]
-    block = make()
-    model, x, weight = model_of(block), batch(), weight_of(block).detach()
+    block = make().to(device)
+    model, x, weight = model_of(block), batch().to(device), weight_of(block).detach()
     before = forward(block, x)
     found = gates.install(model, None, False)
     assert found.gates.total() == 1 and found.terms == {terms} and not found.left
@@ -151,10 +157,10 @@ def test_scores(name: str) -> None:
     assert counters.calls == {"router.gemm": 1}
     assert after.dtype == torch.float32 and after.shape == (TOKENS, EXPERTS)
     exact = reference.scores(x, weight)
-    rms, largest = reference.pool(after.double() - exact, x, weight, max(terms, 2))
+    rms, largest = reference.pool(after.double().cpu() - exact, x, weight, max(terms, 2))
     assert rms <= 1 and largest <= 1
     # SGLang's own scores are as good (it does the same in fp32), but other arithmetic. 0.5.17 has bf16 in one place.
-    assert before.dtype == torch.bfloat16 or (before.double() - exact).abs().max() < 1e-4
+    assert before.dtype == torch.bfloat16 or (before.double().cpu() - exact).abs().max() < 1e-4
     want = hpc_router_gemm.router_gemm(x, hpc_router_gemm.RouterWeight(weight, terms))
     assert after.equal(want)
 
@@ -275,6 +281,21 @@ def placed() -> RouterHooks:
     """The hooks that the plugin placed in this process."""
     linear = compat.find(*compat.LINEAR_BF16_FP32).linear_bf16_fp32
     return next(cell.cell_contents.__self__ for cell in linear.__closure__ if hasattr(cell.cell_contents, "__self__"))
+
+
+@pytest.mark.gpu
+def test_a_captured_gate_sees_updates(update: Callable[..., Any]) -> None:
+    block, x = glm4().to("cuda"), batch().to("cuda")
+    model = model_of(block)
+    gates.install(model, None, False)
+    block(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = block(x)
+    new = fill(torch.empty(EXPERTS, HIDDEN), 4).to("cuda")
+    update(model, [("blocks.0.weight", new)])
+    graph.replay()
+    assert out.equal(hpc_router_gemm.router_gemm(x, hpc_router_gemm.RouterWeight(new, 3)))
 
 
 def test_updates_are_not_refused(update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
