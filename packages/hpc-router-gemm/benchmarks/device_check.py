@@ -19,6 +19,7 @@ import traceback
 
 import torch
 from hpc_router_gemm import _C, _cuda
+from hpc_router_gemm.tune import candidate_configs
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests"))
 import router_kernel_checks as checks  # noqa: E402
@@ -75,36 +76,6 @@ def time_graphs(graphs, calls: int, rounds: int = 7, replays: int = 10) -> list[
     return [statistics.median(t) for t in times]
 
 
-def candidates_of(m: int, n: int, k: int, terms: int, count: int) -> list:
-    """The chosen Config first, then others by the model's estimate, at most four of one tile."""
-    found = {}
-    stream = [
-        {"kernel": "stream", "rows": r, "tokens": t, "split": s}
-        for (r, t), s in itertools.product(_C.STREAM_TILES, range(1, 9))
-        if t <= max(8, 2 * m) and m <= 1024
-    ]
-    tile = [
-        {"kernel": "tile", "rows": r, "k_groups": g, "tokens": t, "split": s}
-        for (r, g, t), s in itertools.product(_C.WGMMA_TILES, range(1, 9))
-        if t <= max(32, 2 * m) and m >= 16
-    ]
-    for fields, stages in itertools.product(stream + tile, (0, 3, 5, 7, 8, 10)):
-        try:
-            config = _C.make_config(m=m, n=n, k=k, terms=terms, stages=stages, **fields)
-        except ValueError:
-            continue
-        if stages == 0 or config.smem_bytes > 113 * 1024:
-            found[repr(config)] = (_C.estimate_us(config, m=m, n=n, k=k, terms=terms), config)
-    chosen = _C.choose_config(m=m, n=n, k=k, terms=terms)
-    result, per_tile = [chosen], {}
-    for name, (_, config) in sorted(found.items(), key=lambda item: item[1][0]):
-        tile_name = (config.kernel, config.rows, config.tokens, config.k_groups)
-        per_tile[tile_name] = per_tile.get(tile_name, 0) + 1
-        if name != repr(chosen) and per_tile[tile_name] <= 5 and len(result) < count:
-            result.append(config)
-    return result
-
-
 def short(config) -> str:
     groups = f"g{config.k_groups}" if config.kernel == "tile" else ""
     return f"{config.kernel[0]}{config.rows}x{config.tokens}{groups} S{config.split} st{config.stages} c{config.ctas}"
@@ -125,7 +96,7 @@ def time_cases(goals: dict, count: int, only: str, terms_list: tuple[int, ...]) 
             xs = [checks.make_x(m, k) for _ in range(sets)]
             weights = [torch.randn(n, k, device=checks.DEVICE) for _ in range(sets)]
             outs = [torch.empty(m, n, device=checks.DEVICE) for _ in range(sets)]
-            configs = candidates_of(m, n, k, terms, count)
+            configs = candidate_configs(m, n, k, terms, count)
 
             buffers = list(zip(xs, weights, outs, strict=True))
             graphs = [graph_of(calls_of(buffers, terms, config)) for config in configs]

@@ -18,12 +18,15 @@ from .errors import InputError, whole_number
 # Commands import what they need when they run: torch takes seconds, and `hpc --help` should not.
 
 app = typer.Typer(
-    help="Operators for serving MoE models on Hopper GPUs: demo, doctor and documents.",
+    help="Operators for serving MoE models on Hopper GPUs: demo, doctor, tuning and documents.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+tune_app = typer.Typer(help="Measure an operator's choices on this machine's GPU.", no_args_is_help=True)
+app.add_typer(tune_app, name="tune")
 
 
 @app.command()
@@ -107,6 +110,28 @@ def docs(
     typer.echo(f"{readme}: the status table {state}")
     if differed and check:
         raise typer.Exit(1)
+
+
+@tune_app.command("router")
+def tune_router(
+    out: Annotated[pathlib.Path, typer.Option(help="The file to write.", metavar="FILE")] = pathlib.Path(
+        "router-tuned.json"
+    ),
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="N x K of a router's weight, e.g. 192x4096; may be repeated.", metavar="NxK"),
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Numbers of tokens, e.g. 1,64,512; a row serves those up to it.", metavar="LIST")
+    ] = None,
+    configs: Annotated[str, typer.Option(help="Configs tried for each case.", metavar="INTEGER")] = "16",
+) -> None:
+    """Measure the router GEMM's Configs and cuBLAS fp32 on this GPU; HPC_ROUTER_TUNED=FILE then uses them."""
+    from . import tuning
+
+    count = whole_number(configs, "--configs")
+    rows = tuning.router(out, size or [], tokens, count, lambda line: typer.echo(line, err=True))
+    typer.echo(f"{out}: {rows} rows; HPC_ROUTER_TUNED={out} in the environment uses them")
 
 
 def main() -> None:

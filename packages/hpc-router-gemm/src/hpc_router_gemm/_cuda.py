@@ -2,14 +2,14 @@
 
 import torch
 
-from . import _C
+from . import _C, tuned
 
 
 def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-def _scores(
+def scores(
     x: torch.Tensor,
     weight: torch.Tensor,
     terms: int,
@@ -23,6 +23,8 @@ def _scores(
     prefetch: the weight is not written by the work just before, so it may be read before that has ended.
     config: replaces the chosen Config, for tuning and tests.
     """
+    if config is None and not batch_invariant and weight.dtype == torch.float32:
+        config = tuned.config_of(x.device, x.shape[0], weight.shape[0], x.shape[1], terms)
     _C.router_gemm(
         x.data_ptr(),
         weight.data_ptr(),
@@ -53,12 +55,24 @@ def router_gemm(
     config: "_C.Config | None" = None,
 ) -> None:
     """Scores with a RouterWeight's weight; config forces a Config, for tuning and tests."""
-    _scores(x, weight, terms, batch_invariant, not weight_updated, out, config)
+    scores(x, weight, terms, batch_invariant, not weight_updated, out, config)
+
+
+def _cublas(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """cuBLAS fp32, whatever precision the process allows fp32 products."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        torch.mm(x.float(), weight.T, out=out)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, terms: int, out: torch.Tensor) -> None:
     """Scores with a weight of somebody else's, who may have written it just before."""
-    _scores(x, weight, terms, False, False, out)
+    if weight.dtype == torch.float32 and tuned.linear_uses_cublas(x.device, x.shape[0], *weight.shape):
+        return _cublas(x, weight, out)
+    scores(x, weight, terms, False, False, out)
 
 
 def route(
@@ -77,10 +91,10 @@ def route(
     weights: torch.Tensor,
 ) -> None:
     """Scores to scratch of this call, then the choice of experts: two kernels, chained."""
-    scores = x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
-    _scores(x, weight, terms, False, not weight_updated, scores)
+    scratch = x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+    scores(x, weight, terms, False, not weight_updated, scratch)
     _C.topk(
-        scores.data_ptr(),
+        scratch.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         ids.data_ptr(),
         weights.data_ptr(),

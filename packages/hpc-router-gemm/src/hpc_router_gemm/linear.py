@@ -47,7 +47,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, terms: int = 3) -> torch.Tenso
 
     Returns: [M, N] fp32, with router_gemm's error bounds and guarantees. A device may use another algorithm in another
     band of M, so that a row's bits differ between bands. Bands on a CPU: one, every M; on a GPU: the M that share a
-    ``_C.choose_config(m=..., n=..., k=..., terms=...)``'s kernel, split and k_groups. No gradient.
+    ``_C.choose_config(m=..., n=..., k=..., terms=...)``'s kernel, split and k_groups (or a tuned Config's), and those
+    in which cuBLAS fp32 was measured to be faster, where it computes an fp32 weight's scores with its own guarantees.
+    ``hpc_router_gemm.tuned`` has these bands, dated; no size that was measured on an H200 has one. No gradient.
 
     Raises TypeError for wrong types and dtypes; ValueError for wrong shapes, strides, devices, or a device that cannot
     run this.
