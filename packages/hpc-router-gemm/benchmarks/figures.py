@@ -1,0 +1,163 @@
+"""The README's table of measured times and errors, and two plots against M, made from results/h200.json.
+
+    uv run python packages/hpc-router-gemm/benchmarks/figures.py [--check]
+
+Writes the table between its markers in ../README.md, and results/latency.svg and results/error.svg.
+--check writes nothing and exits with 1 where one of them is out of date.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+
+HERE = pathlib.Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "h200.json"
+README = HERE.parent / "README.md"
+BEGIN = "<!-- results: begin; written by benchmarks/figures.py from benchmarks/results/h200.json -->"
+END = "<!-- results: end -->"
+
+# (op, provider), heading, colour, dashes
+SERIES = (
+    (("router-2", "ours"), "2 terms", "#1f6fb4", ""),
+    (("router-3", "ours"), "3 terms", "#0b3d66", ""),
+    (("router-2", "cuBLAS fp32"), "cuBLAS fp32", "#c0392b", "6 3"),
+    (("router-2", "cuBLAS TF32"), "cuBLAS TF32", "#e08e0b", "6 3"),
+    (("router-2", "cuBLAS bf16 (one product)"), "cuBLAS bf16, one product", "#7f8c8d", "2 3"),
+)
+Key = tuple[str, str]
+Values = dict[str, dict[int, dict[Key, float]]]  # by size, M, series
+
+WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 260, 52, 62, 24
+
+
+def values_of(document: Mapping, mode: str, name: str) -> Values:
+    """One number of each row of ``mode``, by size, M and series."""
+    values: Values = {}
+    for row in document["rows"]:
+        if row["mode"] == mode:
+            size, m = row["case"].split(" m=")
+            values.setdefault(size, {}).setdefault(int(m), {})[row["op"], row["provider"]] = row[name]
+    return values
+
+
+def table(document: Mapping) -> str:
+    """Markdown: microseconds of every case, and the largest errors."""
+    times, errors = values_of(document, "cold", "us"), values_of(document, "error", "largest")
+    heads = [heading for _, heading, _, _ in SERIES]
+    lines = [
+        f"Microseconds a call on one {document['device']}, {document['date']}: CUDA graph replay, cold, peers in the "
+        "same run (cuBLAS fp32 and TF32 with the cast of the activations); and the largest error against float64 on "
+        "standard-normal inputs.",
+        "",
+        "| N x K | M | " + " | ".join(heads) + " | faster than fp32 | error: 2 terms | 3 terms | fp32 | TF32 | bf16 |",
+        "|---" * 2 + "|--:" * (len(heads) + 6) + "|",
+    ]
+    for size, cases in times.items():
+        for m, row in cases.items():
+            us = [f"{row[key]:.1f}" for key, *_ in SERIES]
+            gain = row["router-2", "cuBLAS fp32"] / row["router-2", "ours"]
+            largest = [f"{errors[size][m][key]:.1e}" for key, *_ in SERIES]
+            name = size.replace("x", " x ")
+            lines.append(f"| {name} | {m:,} | " + " | ".join([*us, f"{gain:.1f}x", *largest]) + " |")
+    return "\n".join(lines)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Powers of ten, and 2 and 5 times them where the range is short, within [low, high]."""
+    steps = (1, 2, 5) if high / low < 200 else (1,)
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [s * 10.0**e for e in exponents for s in steps if low * 0.999 <= s * 10.0**e <= high * 1.001]
+
+
+def _label(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1 else f"{value:.0e}".replace("e-0", "e-")
+
+
+def plot(values: Values, title: str, unit: str) -> str:
+    """An SVG with a panel for each size: both axes logarithmic, the same y axis for all."""
+    numbers = [v for cases in values.values() for row in cases.values() for v in row.values()]
+    low, high = min(numbers) / 1.3, max(numbers) * 1.3
+    total_width = LEFT + len(values) * (WIDTH + GAP)
+    total_height = TOP + HEIGHT + 48
+
+    def y_of(value: float) -> float:
+        return TOP + HEIGHT * (1 - math.log(value / low) / math.log(high / low))
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total_width}" height="{total_height}" '
+        f'viewBox="0 0 {total_width} {total_height}" font-family="sans-serif" font-size="11" fill="#222">',
+        f'<rect width="{total_width}" height="{total_height}" fill="#fff"/>',
+        f'<text x="{LEFT}" y="18" font-size="13" font-weight="bold">{title}</text>',
+    ]
+    x = LEFT
+    for _, heading, colour, dashes in SERIES:
+        parts.append(
+            f'<line x1="{x}" y1="32" x2="{x + 22}" y2="32" stroke="{colour}" stroke-width="2" '
+            f'stroke-dasharray="{dashes}"/><text x="{x + 27}" y="36">{heading}</text>'
+        )
+        x += 52 + 6 * len(heading)
+    for index, (size, cases) in enumerate(values.items()):
+        left = LEFT + index * (WIDTH + GAP)
+        first, last = min(cases), max(cases)
+
+        def x_of(m: int, left: int = left, first: int = first, last: int = last) -> float:
+            return left + WIDTH * math.log(m / first) / math.log(last / first)
+
+        parts.append(
+            f'<text x="{left + WIDTH / 2}" y="{TOP - 6}" text-anchor="middle">{size.replace("x", " x ")}</text>'
+        )
+        for tick in _ticks(low, high):
+            y = y_of(tick)
+            parts.append(f'<line x1="{left}" y1="{y:.1f}" x2="{left + WIDTH}" y2="{y:.1f}" stroke="#e3e3e3"/>')
+            if index == 0:
+                parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{_label(tick)}</text>')
+        bottom = TOP + HEIGHT
+        for m in cases:
+            parts.append(
+                f'<text x="{x_of(m):.1f}" y="{bottom + 14}" text-anchor="middle" font-size="9">{_label(m)}</text>'
+            )
+        parts.append(f'<rect x="{left}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>')
+        for key, _, colour, dashes in SERIES:
+            points = " ".join(f"{x_of(m):.1f},{y_of(row[key]):.1f}" for m, row in cases.items())
+            parts.append(
+                f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2" '
+                f'stroke-dasharray="{dashes}"/>'
+            )
+    parts.append(f'<text x="{LEFT}" y="{TOP + HEIGHT + 36}">M, tokens; {unit}; N x K above each panel</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def outputs(document: Mapping, readme: str) -> dict[pathlib.Path, str]:
+    """What every file should hold. ValueError where the README has not both markers once."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ValueError(f"{README}: expected the lines {BEGIN} and {END} once each")
+    head, tail = readme.split(BEGIN)[0], readme.split(END)[1]
+    where = f"{document['device']}, {document['date']}"
+    latency = plot(values_of(document, "cold", "us"), f"Latency of router scores, {where}", "microseconds a call, cold")
+    error = plot(values_of(document, "error", "largest"), f"Largest error, {where}", "against float64, standard normal")
+    return {
+        README: f"{head}{BEGIN}\n{table(document)}\n{END}{tail}",
+        RESULTS.with_name("latency.svg"): latency,
+        RESULTS.with_name("error.svg"): error,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where something is out of date")
+    check = parser.parse_args(arguments).check
+    stale = False
+    for path, text in outputs(json.loads(RESULTS.read_text()), README.read_text()).items():
+        if not path.exists() or path.read_text() != text:
+            stale = True
+            print(f"{path.relative_to(HERE.parent)}: {'out of date' if check else 'written'}")
+            if not check:
+                path.write_text(text)
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
