@@ -2,7 +2,7 @@
 //
 // Two kernels. `stream` (kernels/router_stream.cuh) for few tokens: mma.sync, tiles of 16, 32 or 48 experts, k split
 // over the 8 warps of a CTA and over a cluster. `tile` (kernels/router_tile.cuh) for many: wgmma, 64 or 128 experts x
-// 32 to 192 tokens. choose() takes what measured.hpp has for a size, else the candidate that a small model says is
+// 32 to 208 tokens. choose() takes what measured.hpp has for a size, else the candidate that a small model says is
 // fastest.
 #pragma once
 
@@ -191,8 +191,8 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   return nullptr;
 }
 
-// Estimated microseconds of a Config on an H200. The constants were fitted to 870 measured ones: 15 % off in the rms,
-// and its choice 4 % slower than the best. Microseconds, bytes and cycles.
+// Estimated microseconds of a Config on an H200. The constants were fitted to 870 measured ones of an earlier tile
+// kernel: 15 % off in the rms, and its choice 4 % slower than the best. Microseconds, bytes and cycles.
 inline double estimate(const Problem& p, const Config& c) {
   constexpr double kLoadRate = 118e3, kLoadLatency = 2.0;  // an SM's copies: the bytes in flight arrive in a latency
   constexpr double kMemoryRate = 4.4e6, kClusterRate = 38e3;

@@ -1,5 +1,6 @@
-// Configs that were the fastest of up to thirty candidates on one H200 (132 SMs, driver 580.159), 2026-11-30, two
-// terms, cold, by benchmarks/device_check.py. A row serves up to `m_to` tokens; the last of a size, all above.
+// Configs that were the fastest of up to 680 (every tile, split and number of stages that fits) on one H200 (132 SMs,
+// driver 580.159), 2026-11-30, two terms, cold, graph replay. A row serves up to `m_to` tokens; the last of a size, all
+// above. tuned.py takes such a table of one's own GPU.
 #pragma once
 
 #include <cstdint>
