@@ -57,26 +57,36 @@ class Fault:
 
 
 FAULTS = {
-    "a tile is dropped": Fault("decode_feed.cuh", "request.first_tile + piece.tile_end", "request.first_tile + piece.tile_end - 1"),
+    "a tile is dropped": Fault(
+        "decode_feed.cuh", "request.first_tile + piece.tile_end", "request.first_tile + piece.tile_end - 1"
+    ),
     "another head's keys and values": Fault(
         "decode_feed.cuh", "static_cast<uint64_t>(kv_head_) * cache.head_stride + lane % Layout::kLanes",
         "lane % Layout::kLanes",
     ),
     "columns of V are exchanged": Fault(
-        "decode.cuh", "chunk * kPairs + 2 * w + half", "chunk * kPairs + 2 * w + 1 - half", replace(SMALL, kv_dtype=FP8)
+        "decode_attend.cuh", "chunk * kPairs + 2 * w + half", "chunk * kPairs + 2 * w + 1 - half",
+        replace(SMALL, kv_dtype=FP8),
     ),
     "the output is not rescaled": Fault(
-        "decode.cuh", "exp2_approx(reference - raised)", "1.0f", replace(LONG, num_ctas=1)
+        "decode_attend.cuh", "exp2_approx(reference - raised)", "1.0f", replace(LONG, num_ctas=1)
     ),
-    "partial results are not rescaled": Fault("combine.cuh", "exp2_approx(w[i].x - m0)", "1.0f", LONG),
-    "the causal mask is off by one": Fault("decode.cuh", "position < end", "position <= end", replace(SMALL, q_len=3)),
+    "partial results of one thread are not rescaled": Fault(
+        "combine.cuh", "exp2_approx(w[i].x - m0)", "1.0f", replace(LONG, lengths=(1536,), num_ctas=24)
+    ),
+    "partial results of two threads are not rescaled": Fault(
+        "decode_merge.cuh", "exp2_approx(b_ml.x - m0)", "1.0f", LONG
+    ),
+    "the causal mask is off by one": Fault(
+        "decode_attend.cuh", "position < end", "position <= end", replace(SMALL, q_len=3)
+    ),
     "the window is off by one": Fault(
-        "decode.cuh", "position >= end - p_.window", "position > end - p_.window", replace(SMALL, window=20)
+        "decode_attend.cuh", "position >= end - p_.window", "position > end - p_.window", replace(SMALL, window=20)
     ),
     "copies are not waited for": Fault(
-        "decode.cuh", "cp_async_wait<kStages - 1>();\n    __syncwarp();\n    score", None
+        "decode_attend.cuh", "cp_async_wait<kStages - 1>();\n    __syncwarp();\n    score", None
     ),
-    "lanes do not wait for each other's copies": Fault("decode.cuh", "__syncwarp();\n    score", None),
+    "lanes do not wait for each other's copies": Fault("decode_attend.cuh", "__syncwarp();\n    score", None),
     "warps do not wait for each other's results": Fault(
         "decode.cuh", "__syncthreads();\n      for (int32_t position", None
     ),

@@ -76,8 +76,9 @@ def decode(
     """Launch the attention and the combine kernel on the current stream; arguments as of ``hpc_attention::decode``.
 
     Inside a capture, every decode but the first after an update reads the plan, page ids and the tokens before this
-    step's while the kernel before it in the stream still runs. That kernel may write this step's tokens, not older
-    ones. Outside of captures, and in the first decode, everything is read behind it.
+    step's while the kernel before it in the stream still runs, and where that one lets its successor go before it waits
+    itself (as decode's kernels do), those before it, too. They may write this step's tokens, not older ones. Outside
+    of captures, and in the first decode, everything is read behind them.
 
     stages, combine_ctas: slices in flight a warp and grid of the second kernel (negative: left out), for measurements;
     0: the defaults.
@@ -89,11 +90,11 @@ def decode(
     _updated_maps.discard(plan_map.data_ptr())
     _C.decode(
         device.index, torch.cuda.current_stream(device).cuda_stream, _KIND[k_cache.dtype], _KIND[q.dtype],
-        q.shape[0] // q_len, head_dim, q.shape[1], num_kv_heads, page_size, num_pages, page_table.shape[1], q_len, window, num_ctas, max_batch,
-        batch_invariant, max_seq_len, _rows(q), _rows(q_scale), _strides(k_cache, 0, 1, 2), _strides(v_cache, 0, 1, 2),
-        _strides(page_table, 0), _key_scale(k_scale), k_scale is not None and k_scale.dim() == 3,
-        (0, 0) if v_scale is None else _strides(v_scale, 0), 0 if sinks is None else sinks.data_ptr(), _rows(out),
-        _rows(lse), plan_map.data_ptr(), plan_map.numel(), workspace.data_ptr(),
-        workspace.numel() * workspace.element_size(), sm_scale * k_factor, v_factor, softcap, early, stages,
-        combine_ctas,
+        q.shape[0] // q_len, head_dim, q.shape[1], num_kv_heads, page_size, num_pages, page_table.shape[1], q_len,
+        window, num_ctas, max_batch, batch_invariant, max_seq_len, _rows(q), _rows(q_scale),
+        _strides(k_cache, 0, 1, 2), _strides(v_cache, 0, 1, 2), _strides(page_table, 0), _key_scale(k_scale),
+        k_scale is not None and k_scale.dim() == 3, (0, 0) if v_scale is None else _strides(v_scale, 0),
+        0 if sinks is None else sinks.data_ptr(), _rows(out), _rows(lse), plan_map.data_ptr(), plan_map.numel(),
+        workspace.data_ptr(), workspace.numel() * workspace.element_size(), sm_scale * k_factor, v_factor, softcap,
+        early, stages, combine_ctas,
     )  # fmt: skip
