@@ -58,10 +58,14 @@ constexpr int decode_early_slices(int stages) {
   return (stages + 1) / 2;
 }
 
-// Registers of a thread. With few, CTAs of the combine kernel (two of 128 threads and 80) find room beside the
-// attention kernel's, so that the next call can start as this one's CTAs end.
+// Registers of a thread, and CTAs of the combine kernel (128 threads of 72 registers) that find room beside a CTA of
+// the attention kernel then, so that the next call can start as this one's CTAs end. (With four row tiles there is
+// none.)
 constexpr int decode_registers(int row_tiles) {
-  return row_tiles == 1 ? 176 : (row_tiles == 2 ? 184 : 255);
+  return row_tiles == 1 ? 176 : (row_tiles == 2 ? 216 : 255);
+}
+constexpr int decode_combine_ctas_per_sm(int row_tiles) {
+  return row_tiles == 1 ? 2 : 1;
 }
 
 // Row tiles of 8 a CTA: as few as hold the rows; what registers hold at most (4, but 2 at head_dim 256).
