@@ -91,6 +91,16 @@ def test_the_name_reaches_the_check(nothing: Record, monkeypatch: pytest.MonkeyP
     assert choices == ["triton", "hpc"]
 
 
+def load(hooks: FlagHooks, **changes: Any) -> Any:
+    """ModelRunner.load_model of a runner with these flags, which leaves a note."""
+
+    def original(runner: Any, result: str) -> str:
+        hooks.record.note("from the loader")
+        return result
+
+    return hooks.load(original, runner(**changes), "loaded")
+
+
 def runner(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(server_args=arguments(**changes))
 
@@ -104,22 +114,23 @@ def test_lines_of_a_scheduler(
         record.used(operator, "registered")
     with caplog.at_level(logging.INFO, logger="hpc_sglang"):
         hooks = FlagHooks(record)
-        hooks.loaded(None, runner())
+        load(hooks)
         assert caplog.messages == [
+            "hpc-sglang: from the loader",
             "hpc-sglang: attention: not used: --attention-backend hpc is not set",
             "hpc-sglang: router: used: registered",
             "hpc-sglang: moe: not used: --moe-runner-backend hpc_ops is not set",
         ]
-        hooks.loaded(None, runner())
-        assert len(caplog.messages) == 3
+        load(hooks)
+        assert len(caplog.messages) == 4
         other = Record()
         other.used(ATTENTION, "")
         monkeypatch.setattr(compat, "first_rank", lambda: False)
-        FlagHooks(other).loaded(None, runner())
-        assert len(caplog.messages) == 3
+        load(FlagHooks(other))
+        assert len(caplog.messages) == 4
     with pytest.raises(ValueError, match="--moe-runner-backend hpc_ops: gone"):  # found out after the launcher's check
         record.not_used(MOE, "gone")
-        hooks.loaded(None, runner(moe_runner_backend="hpc_ops"))
+        load(hooks, moe_runner_backend="hpc_ops")
 
 
 def test_what_is_asked_for_stays_used(plugged: Record, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +138,7 @@ def test_what_is_asked_for_stays_used(plugged: Record, monkeypatch: pytest.Monke
     record.used(ATTENTION, "a")
     record.used(MOE, "b")
     monkeypatch.setattr(compat, "moe_runner_backend", lambda: "hpc_ops")
-    FlagHooks(record).loaded(None, runner(decode_attention_backend="hpc"))
+    assert load(FlagHooks(record), decode_attention_backend="hpc") == "loaded"
     assert record.lines() == ["attention: used: a", "moe: used: b"]
 
 

@@ -45,7 +45,7 @@ def register(record: Record) -> None:
     """Hook the check of arguments and the loading of a model. Nothing is refused where these are not found."""
     hooks = FlagHooks(record)
     compat.hook("before", "sglang.srt.server_args:ServerArgs.check_server_args", hooks.check, hooks.failed)
-    compat.hook("after", f"{compat.MODEL_RUNNER}:ModelRunner.load_model", hooks.loaded, hooks.failed)
+    compat.hook("around", f"{compat.MODEL_RUNNER}:ModelRunner.load_model", hooks.load, hooks.failed)
     if record.reason(ATTENTION):
         # So that the flag reaches the check, which says the reason, rather than end as an invalid choice.
         try:
@@ -73,12 +73,14 @@ class FlagHooks:
         if found:
             raise ValueError("hpc-sglang: " + "; ".join(found))
 
-    def loaded(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        """After ModelRunner.load_model in a scheduler: check once more, then say what is used, on the first rank."""
+    def load(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        """ModelRunner.load_model in a scheduler: check once more after it, then say what is used, on the first rank."""
         self.record.quiet = not compat.first_rank()
+        result = original(runner, *args, **kwargs)
         self.check(runner.server_args)
         self.settle(runner.server_args)
         self.record.announce()
+        return result
 
     def settle(self, arguments: Any) -> None:
         """What is registered but not asked for is not used."""
