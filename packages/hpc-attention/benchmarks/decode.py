@@ -4,7 +4,7 @@
 
 Each buffer set is one layer's cache; a pass calls every set once, so a cold time reads the cache from memory. All sets
 share one random page table and one plan. Provider "ours" is decode alone; "ours, plan/48" is one plan.update and 48
-decodes, divided by 48.
+decodes, divided by 48; FlashInfer is measured in the same run where it is installed (--no-peers leaves it out).
 """
 
 import argparse
@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from hpc_attention import _C, DecodePlan, decode
-from hpc_common.lengths import parse_lengths
+from hpc_common.lengths import format_lengths, parse_lengths
 from hpc_common.timing import Candidate, Row, buffer_sets, floor_us, measure, results, write_results
+from peers import PEERS, agreeing
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+SHORT = {FP8: "e4m3", BF16: "bf16"}
 LAYERS = 48
 CASES = (
     "64x0.5K", "64x4K", "32x0.125K+32x4K", "2x32K+30x4K", "1x64K+15x4K", "1x128K+31x4K", "1x4K", "1x32K", "8x8K",
@@ -31,7 +33,7 @@ SKEW = ("256x1K", "64x4K", "1x128K+31x4K", "2x64K+32x4K", "1x252K+1x4K")
 
 @dataclass(frozen=True)
 class Case:
-    """One row. lengths in the tables' notation; num_ctas: None for the plan's default."""
+    """One row. lengths in the tables' notation; num_ctas: None for the plan's default; name: the row's, if not that."""
 
     op: str
     lengths: str
@@ -42,6 +44,12 @@ class Case:
     page_size: int = 64
     q_len: int = 1
     num_ctas: int | None = None
+    name: str = ""
+
+    @property
+    def row(self) -> str:
+        """The row's name in results."""
+        return self.name or self.lengths
 
     @property
     def tokens(self) -> int:
@@ -65,20 +73,39 @@ def tables() -> list[Case]:
     return rows + [Case("decode-e4m3-64/8", lengths, FP8, 64, 8) for lengths in MORE_HEADS]
 
 
+def mixes() -> list[Case]:
+    """Batches drawn from the request lengths of two services, as `hpc demo` draws them; none without hpc-tools."""
+    try:
+        from hpc_tools.requests import SERVICES, draw
+    except ImportError:
+        print("hpc-tools is not installed: the services' mixes are left out", flush=True)
+        return []
+    return [
+        Case(
+            f"mix-{SHORT[kv_dtype]}", format_lengths(draw(service, count, seed=0)), kv_dtype, name=f"{service} x{count}"
+        )
+        for kv_dtype in (FP8, BF16)
+        for service in SERVICES
+        for count in (32, 256)
+    ]
+
+
 def sweeps() -> list[Case]:
-    """One property varied at a time; the op's name says which."""
+    """One property varied at a time: op is the property and the cache's dtype, the row its value."""
     one = Case("", "64x4K")
-    rows = [replace(one, op="skew", lengths=lengths) for lengths in SKEW]
-    rows += [replace(one, op="tokens", lengths=f"32x{tokens}K") for tokens in (0.25, 0.5, 1, 2, 4, 8, 16, 32)]
-    for requests, tokens in ((1, 256), (4, 64), (16, 16), (64, 4), (256, 1), (1024, 0.25), (4096, 0.0625)):
-        rows.append(replace(one, op="batch at 256K tokens", lengths=f"{requests}x{tokens}K"))
+    rows = [replace(one, op="skew-e4m3", lengths=lengths) for lengths in SKEW]
     for kv_dtype in (FP8, BF16):
-        rows += [replace(one, op=f"q_len {n}", kv_dtype=kv_dtype, q_len=n) for n in (1, 2, 4, 8)]
-        rows += [replace(one, op=f"ratio {n}", kv_dtype=kv_dtype, num_q_heads=n) for n in (1, 2, 4, 8, 12, 16)]
-        rows += [replace(one, op=f"page_size {n}", kv_dtype=kv_dtype, page_size=n) for n in (1, 16, 64, 256)]
-        rows += [replace(one, op=f"head_dim {n}", kv_dtype=kv_dtype, head_dim=n) for n in (64, 128, 256)]
-        rows.append(replace(one, op="heads 32/4", kv_dtype=kv_dtype, num_q_heads=32, num_kv_heads=4))
-    return rows
+        base, kind = replace(one, kv_dtype=kv_dtype), SHORT[kv_dtype]
+        for tokens in (0.25, 0.5, 1, 2, 4, 8, 16, 32):
+            rows.append(replace(base, op=f"tokens-{kind}", lengths=f"32x{tokens}K", name=f"{32 * tokens:g}K"))
+        for requests, tokens in ((1, 256), (4, 64), (16, 16), (64, 4), (256, 1), (1024, 0.25), (4096, 0.0625)):
+            rows.append(replace(base, op=f"batch-{kind}", lengths=f"{requests}x{tokens}K", name=f"{requests}"))
+        rows += [replace(base, op=f"q_len-{kind}", q_len=n, name=f"{n}") for n in (1, 2, 4, 8)]
+        rows += [replace(base, op=f"ratio-{kind}", num_q_heads=n, name=f"{n}") for n in (1, 2, 4, 8, 12, 16)]
+        rows += [replace(base, op=f"page_size-{kind}", page_size=n, name=f"{n}") for n in (1, 16, 64, 256)]
+        rows += [replace(base, op=f"head_dim-{kind}", head_dim=n, name=f"{n}") for n in (64, 128, 256)]
+        rows.append(replace(base, op=f"heads-{kind}", num_q_heads=32, num_kv_heads=4, name="32/4"))
+    return rows + mixes()
 
 
 class Layers:
@@ -140,25 +167,31 @@ class Layers:
 
         return [updated, *calls[1:]]
 
-    def candidates(self) -> list[Candidate]:
-        """What the tables hold: decode alone, and with its share of the planning."""
-        op, name = self.case.op, self.case.lengths
-        return [
+    def candidates(self, peers: bool = True) -> list[Candidate]:
+        """What the tables hold: decode alone, with its share of the planning, and the peers that can do the case."""
+        op, name = self.case.op, self.case.row
+        found = [
             Candidate(op, name, "ours", self.calls()),
             Candidate(op, name, "ours, plan/48", self.planned_calls()),
         ]
+        if peers and self.case.q_len == 1 and self.seq_lens.is_cuda:
+            for provider, make in PEERS.items():
+                calls = make(self.sets, self.page_table, parse_lengths(self.case.lengths))
+                calls = calls and agreeing(calls, self.calls(), self.sets[0][3], provider)
+                found += [Candidate(op, name, provider, calls)] if calls else []
+        return found
 
 
-def run(cases: Iterable[Case], device: torch.device, mode: str = "cold") -> list[Row]:
+def run(cases: Iterable[Case], device: torch.device, mode: str = "cold", peers: bool = True) -> list[Row]:
     """Measure cases one after the other and print a line for each."""
     rows: list[Row] = []
     for case in cases:
         layers = Layers(case, device)
-        found = measure(layers.candidates(), mode=mode, device=device)
+        found = measure(layers.candidates(peers), mode=mode, device=device)
         rows += found
         times = "".join(f"  {row.provider}: {row.us:7.2f}" for row in found)
         print(
-            f"{case.op:22s} {case.lengths:18s} {str(case.kv_dtype)[6:]:14s} floor {case.floor_us():7.2f}{times} us",
+            f"{case.op:22s} {case.row:18s} {str(case.kv_dtype)[6:]:14s} floor {case.floor_us():7.2f}{times} us",
             flush=True,
         )
         del layers
@@ -169,13 +202,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose op and lengths contain this text")
     parser.add_argument("--sweeps", action="store_true", help="the sweeps in place of the tables")
+    parser.add_argument("--no-peers", action="store_true", help="leave other implementations out")
     parser.add_argument("--hot", action="store_true", help="one cache again and again")
     parser.add_argument("--json", type=pathlib.Path, help="write the rows here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    cases = [c for c in (sweeps() if arguments.sweeps else tables()) if arguments.only in f"{c.op} {c.lengths}"]
-    rows = run(cases, device, "hot" if arguments.hot else "cold")
+    cases = [c for c in (sweeps() if arguments.sweeps else tables()) if arguments.only in f"{c.op} {c.row}"]
+    rows = run(cases, device, "hot" if arguments.hot else "cold", not arguments.no_peers)
     if arguments.json:
         write_results(arguments.json, results(rows, {"hpc_attention": _C.build_info()}, device))
 

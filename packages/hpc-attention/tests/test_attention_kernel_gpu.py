@@ -161,6 +161,29 @@ def test_two_plans_on_two_streams() -> None:
     assert all(torch.equal(out, want[i % 2]) for i, out in enumerate(outs))
 
 
+def test_beside_kernels_that_fill_the_gpu() -> None:
+    """Other work that holds every SM makes decode late, not wrong: no CTA waits for another that is not there."""
+    inputs = replace(SMALL, lengths=(9000, 130, 70, 1), kv_dtype=FP8).make("cuda")
+    want = run(inputs, inputs.plan).clone()
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=BF16)
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(want)
+    with torch.cuda.graph(graph):
+        for _ in range(8):
+            run(inputs, inputs.plan, out)
+    other = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(5):
+        fill_nan_(out)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            for _ in range(4):
+                matrix @ matrix
+        for _ in range(5):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, want)
+
+
 def test_side_stream_waits_for_its_producer() -> None:
     """Work ahead in the current stream is done before the query is read (A23)."""
     inputs = SMALL.make("cuda")
