@@ -121,3 +121,19 @@ def prepare(name: str, folder: pathlib.Path) -> dict[str, Any]:
     made = json.dumps(dict(zip(("prompts", "tokens", "leads"), rounds, strict=True)))
     (folder / "answers.json").write_text(made)
     return json.loads(made)
+
+
+def with_another_gate(name: str, folder: pathlib.Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Save to ``folder`` the model of ``make`` with its experts' scores in another order, and nothing else changed.
+
+    Returns what transformers says to ``prompts`` then.
+    """
+    model = make(name, folder)
+    config = (folder / "config.json").read_text()
+    with torch.no_grad():
+        for parameter, weight in model.named_parameters():
+            if parameter.endswith("mlp.gate.weight"):
+                weight.copy_(weight.roll(3, 0))
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(config)
+    return [greedy(model, torch.tensor([prompt]))[0][0].tolist() for prompt in prompts]

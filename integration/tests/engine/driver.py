@@ -4,7 +4,8 @@ A case is {"model", "folder", "args", "environment"}: the checkpoint is made whe
 ``args`` starts, says every round of the checkpoint's prompts greedily, its scheduler reports what it counted, and the
 engine ends. The reply is one JSON line: {"prompts", "tokens", "leads"} of ``checkpoints.prepare``, "got" and "cached"
 as rounds of requests, "report" of the probe; or {"error"}. With "port", it is the command line's server instead, which
-streams one request over HTTP: "events" are its lines. What SGLang prints goes to stderr.
+streams one request over HTTP: "events" are its lines. With "update", a folder, the engine is given the same model with
+another gate before it ends: "updated" is what it says then, beside transformers. What SGLang prints goes to stderr.
 """
 
 import json
@@ -38,6 +39,18 @@ def greedy(new_tokens: int) -> dict[str, Any]:
     return {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
 
 
+def update(engine: Any, case: dict[str, Any], prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """The engine after an update of its weights from another checkpoint, beside transformers with that one."""
+    import checkpoints
+
+    folder = pathlib.Path(case["update"])
+    want = checkpoints.with_another_gate(case["model"], folder, prompts)
+    done, message, *_ = engine.update_weights_from_disk(str(folder))
+    engine.flush_cache()
+    answers = engine.generate(input_ids=prompts, sampling_params=greedy(new_tokens))
+    return {"done": done, "message": message, "tokens": want, "got": [answer["output_ids"] for answer in answers]}
+
+
 def run_engine(case: dict[str, Any]) -> dict[str, Any]:
     import sglang
 
@@ -49,6 +62,8 @@ def run_engine(case: dict[str, Any]) -> dict[str, Any]:
         with tempfile.NamedTemporaryFile() as file:
             engine.collective_rpc("hpc_report", path=file.name)
             result["report"] = json.loads(pathlib.Path(file.name).read_text())
+        if "update" in case:
+            result["updated"] = update(engine, case, result["prompts"][0], new_tokens)
     finally:
         engine.shutdown()
     result["got"] = [[answer["output_ids"] for answer in round_] for round_ in rounds]

@@ -69,4 +69,11 @@ def stale_plan() -> None:
     DecodePlan.update = broken
 
 
-FAULTS = {"page": wrong_page, "window": short_window, "plan": stale_plan}
+def stale_gate() -> None:
+    """Gates keep the weight that they were made with."""
+    from hpc_sglang.router import gates
+
+    gates.refresh = lambda model: None
+
+
+FAULTS = {"page": wrong_page, "window": short_window, "plan": stale_plan, "gate": stale_gate}
