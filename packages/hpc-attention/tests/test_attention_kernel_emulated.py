@@ -5,6 +5,7 @@ compiled once a session, with planted faults in them that a number switches on; 
 """
 
 import ctypes
+import functools
 import importlib
 import os
 import re
@@ -257,6 +258,18 @@ PROBLEMS = {
 def test_kernels_on_a_cpu(emulated: Emulated, name: str) -> None:
     """Inside the kernels' error bound; with NaN in page tails, in a dirty workspace, ahead of their predecessor."""
     inputs = PROBLEMS[name].make()
+    inputs.check(*run(emulated, inputs), kernel=True)
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
+@pytest.mark.parametrize("early_slices", [1, 4])
+def test_settings_for_measurements(
+    emulated: Emulated, monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype, early_slices: int
+) -> None:
+    """Twice as many slices of half as many tokens, and any number of them before the wait, give the same."""
+    inputs = replace(MANY, head_dim=128, lengths=MANY.lengths[::3], kv_dtype=kv_dtype, num_ctas=2).make()
+    settings = {"stages": 4 // kv_dtype.itemsize, "early_slices": early_slices}
+    monkeypatch.setattr(_cuda, "decode", functools.partial(_cuda.decode, **settings))
     inputs.check(*run(emulated, inputs), kernel=True)
 
 

@@ -65,7 +65,7 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
             Rows q_scale, Cache k_cache, Cache v_cache, Vector page_table, Cache k_scale, bool per_token_scale,
             Vector v_scale, uint64_t sinks, Rows out, Rows lse, uint64_t map, int64_t map_bytes, uint64_t workspace,
             int64_t workspace_bytes, float sm_scale, float v_factor, float softcap, bool early, int32_t stages,
-            int32_t combine_ctas) {
+            int32_t combine_ctas, int32_t early_slices) {
   check(num_kv_heads >= 1 && num_q_heads % num_kv_heads == 0, kWhere, "num_q_heads", "a multiple of num_kv_heads",
         num_q_heads);
   check(q_len >= 1 && q_len <= 8, kWhere, "q_len", "1 to 8", q_len);
@@ -145,9 +145,9 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
   p.query = static_cast<QueryKind>(query);
   p.out_fp16 = p.query == QueryKind::kFp16;
   p.per_token_scale = per_token_scale;
-  p.early_slices = early && hpc::pdl_enabled()
-                       ? hpc::attention::decode_early_slices(hpc::attention::decode_config(problem).stages)
-                       : 0;
+  const int32_t ring = hpc::attention::decode_config(problem).stages;
+  if (early_slices < 0) early_slices = hpc::attention::decode_early_slices(ring);
+  p.early_slices = early && hpc::pdl_enabled() ? std::min(early_slices, ring) : 0;
   hpc::check_aligned16(kWhere, "q", p.q);
   hpc::check_aligned16(kWhere, "out", p.out);
   hpc::check_aligned16(kWhere, "workspace", p.partial);

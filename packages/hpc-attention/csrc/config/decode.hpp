@@ -37,19 +37,19 @@ constexpr int kv_bytes(KvKind kv) {
 constexpr int kDecodeCtasPerSm = 1;
 constexpr int kDecodeLeastSmem = 116 * 1024;
 
-// A slice: the tokens that a warp handles at a time, 16 of a tensor-core product or twice as many; and its bytes of
-// keys and values.
-constexpr int decode_slice_tokens(KvKind kv, int head_dim) {
-  return head_dim * kv_bytes(kv) > 256 ? 16 : 32;
-}
-constexpr int decode_slice_bytes(KvKind kv, int head_dim) {
-  return 2 * decode_slice_tokens(kv, head_dim) * head_dim * kv_bytes(kv);
+// Slices in flight a warp: with 32 tokens each as many as 128 KB a CTA hold, one at least.
+constexpr int decode_stages(KvKind kv, int head_dim) {
+  const int slices = 128 * 1024 / (kDecodeWarps * 2 * 32 * head_dim * kv_bytes(kv));
+  return slices < 1 ? 1 : slices;
 }
 
-// Slices in flight a warp: 128 KB a CTA.
-constexpr int decode_stages(KvKind kv, int head_dim) {
-  const int slices = 128 * 1024 / (decode_slice_bytes(kv, head_dim) * kDecodeWarps);
-  return slices < 1 ? 1 : (slices > 4 ? 4 : slices);
+// A slice: the tokens that a warp handles at a time, 16 of a tensor-core product where 32 in so many stages would not
+// fit in 128 KB; and its bytes of keys and values.
+constexpr int decode_slice_tokens(KvKind kv, int head_dim, int stages) {
+  return stages * kDecodeWarps * 2 * 32 * head_dim * kv_bytes(kv) > 128 * 1024 ? 16 : 32;
+}
+constexpr int decode_slice_bytes(KvKind kv, int head_dim, int stages) {
+  return 2 * decode_slice_tokens(kv, head_dim, stages) * head_dim * kv_bytes(kv);
 }
 
 // Of these, how many are asked for before the wait for what comes before: half. More would queue in front of the
@@ -117,14 +117,15 @@ constexpr DecodeSmem decode_smem(KvKind kv, int head_dim, int row_tiles, int sta
   smem.pieces = smem.walk + kDecodeWalkBytes;
   smem.requests = smem.pieces + kDecodePieces * kDecodePieceBytes;
   smem.rings = smem.requests + decode_cached_requests(head_dim) * static_cast<int>(sizeof(DecodeRequest));
-  smem.merge = smem.rings + kDecodeWarps * stages * decode_slice_bytes(kv, head_dim);
+  smem.merge = smem.rings + kDecodeWarps * stages * decode_slice_bytes(kv, head_dim, stages);
   smem.pairs = smem.merge + kDecodeWarps * (head_dim / 16) * 36 * 16;
   smem.rows = smem.pairs + kDecodeWarps * 4 * 16;
   smem.query =
       smem.rows + decode_query_depth(head_dim, row_tiles) * row_tiles * kRowTile * decode_query_pitch(head_dim);
   smem.scales = smem.query;
   if (decode_query_in_smem(head_dim, row_tiles)) smem.scales += row_tiles * (head_dim / 32 * 512 + kRowTile * 4);
-  smem.bytes = smem.scales + (per_token_scale ? kDecodeWarps * stages * decode_slice_tokens(kv, head_dim) * 4 : 0);
+  smem.bytes =
+      smem.scales + (per_token_scale ? kDecodeWarps * stages * decode_slice_tokens(kv, head_dim, stages) * 4 : 0);
   return smem;
 }
 

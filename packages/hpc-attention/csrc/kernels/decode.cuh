@@ -28,9 +28,9 @@ class DecodeWorker {
   static constexpr int kOutTiles = Attention::kOutTiles;
   static constexpr int kTilePitch = 36 * 16;  // bytes of a merged m16 tile, padded against bank conflicts
   static constexpr DecodeSmem kSmem = Attention::kSmem;
-  using Layout = SliceLayout<kKind, kDim>;
+  using Layout = typename Attention::Layout;
   static constexpr bool kSolos = decode_has_solos(kDim, kRowTiles);
-  using Pieces = PieceList<kKind, kDim, kSolos>;
+  using Pieces = PieceList<Layout::kTokens, kDim, kSolos>;
   static constexpr int kTokens = Layout::kTokens;  // of a slice
   static constexpr int kQueryPitch = decode_query_pitch(kDim);
   static constexpr int kQueryBarriers = 2 * kDecodeEpoch;

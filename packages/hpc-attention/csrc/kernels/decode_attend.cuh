@@ -26,12 +26,12 @@ struct SliceAttention {
   static constexpr bool kFp8 = kKind == KvKind::kE4m3;
   static constexpr bool kQueryInSmem = decode_query_in_smem(kDim, kRowTiles);
   static constexpr int kOutTiles = kDim / 16;  // m16 tiles of the output
-  static constexpr int kValueWords = SliceLayout<kKind, kDim>::kValueChunkBytes / 4;
-  // Chunks of a slice's values (16 registers) that are read before the softmax: as far as registers reach.
-  static constexpr int kAhead = kRowTiles == 1 && kDim <= 128 ? decode_slice_tokens(kKind, kDim) / 16 : 0;
-  static constexpr DecodeSmem kSmem = decode_smem(kKind, kDim, kRowTiles, kStages, false);
-  using Layout = SliceLayout<kKind, kDim>;
+  using Layout = SliceLayout<kKind, kDim, decode_slice_tokens(kKind, kDim, kStages)>;
   static constexpr int kTokens = Layout::kTokens, kHalves = kTokens / 16;  // of a slice
+  static constexpr int kValueWords = Layout::kValueChunkBytes / 4;
+  // Chunks of a slice's values (16 registers) that are read before the softmax: as far as registers reach.
+  static constexpr int kAhead = kRowTiles == 1 && kDim <= 128 ? kHalves : 0;
+  static constexpr DecodeSmem kSmem = decode_smem(kKind, kDim, kRowTiles, kStages, false);
   using Ring = WarpRing<kStages, Layout::kSlotBytes>;
 
   // base: shared address of the CTA's memory; first_row: of the CTA's rows.

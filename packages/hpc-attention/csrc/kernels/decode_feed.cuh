@@ -90,7 +90,7 @@ struct Known {
 // of epochs before e may be overwritten: every warp is done with them. So a warp in epoch e sees at least 7 epochs'
 // pieces, e's own among them. It asks for slices at most 4 rounds ahead, or 4 solo pieces: in at most 40 pieces from
 // its own.
-template <KvKind kKind, int kDim, bool kSolos>
+template <int kTokens, int kDim, bool kSolos>
 class PieceList {
  public:
   struct State {
@@ -167,7 +167,7 @@ class PieceList {
   }
 
  private:
-  static constexpr int kCached = decode_cached_requests(kDim), kTokens = decode_slice_tokens(kKind, kDim);
+  static constexpr int kCached = decode_cached_requests(kDim);
 
   const DecodeParams& p_;
   State& state_;
@@ -185,9 +185,9 @@ class PieceList {
 //   keys   lane (g, t) reads columns t + 4 j of rows g and g + 8 of 16         XOR 4 (row mod 2)
 //   values lane (g, t) reads column g of rows 2t, 2t + 1, 2t + 8, 2t + 9 of 16 XOR 2 (row / 2 mod 4)
 // (Rows of 64 bytes lie two in a line; keys then need no exchange, and a lane reads 8 bytes of values.)
-template <KvKind kKind, int kDim>
+template <KvKind kKind, int kDim, int kTokensOfSlice>
 struct SliceLayout {
-  static constexpr int kTokens = decode_slice_tokens(kKind, kDim);
+  static constexpr int kTokens = kTokensOfSlice;
   static constexpr int kElementBytes = kv_bytes(kKind);
   static constexpr int kRowBytes = kDim * kElementBytes;
   static constexpr int kValuesAt = kTokens * kRowBytes;
@@ -232,8 +232,8 @@ struct SliceLayout {
 template <KvKind kKind, int kDim, int kStages, bool kSolos>
 class Feed {
  public:
-  using Layout = SliceLayout<kKind, kDim>;
-  using Pieces = PieceList<kKind, kDim, kSolos>;
+  using Layout = SliceLayout<kKind, kDim, decode_slice_tokens(kKind, kDim, kStages)>;
+  using Pieces = PieceList<Layout::kTokens, kDim, kSolos>;
   using Ring = WarpRing<kStages, Layout::kSlotBytes>;
 
   // `scales`: shared address of this warp's ring of key scales, [stage][token].

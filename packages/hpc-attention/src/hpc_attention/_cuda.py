@@ -72,6 +72,7 @@ def decode(
     batch_invariant: bool,
     stages: int = 0,
     combine_ctas: int = 0,
+    early_slices: int = -1,
 ) -> None:
     """Launch the attention and the combine kernel on the current stream; arguments as of ``hpc_attention::decode``.
 
@@ -80,8 +81,8 @@ def decode(
     itself (as decode's kernels do), those before it, too. They may write this step's tokens, not older ones. Outside
     of captures, and in the first decode, everything is read behind them.
 
-    stages, combine_ctas: slices in flight a warp and grid of the second kernel (negative: left out), for measurements;
-    0: the defaults.
+    stages, combine_ctas, early_slices: for measurements. Slices in flight a warp, and grid of the second kernel
+    (negative: left out), 0 for the defaults; slices a warp asks for before the kernel waits, -1 for the default.
     """
     device = q.device
     num_pages, page_size, num_kv_heads, head_dim = k_cache.shape
@@ -96,5 +97,5 @@ def decode(
         k_scale is not None and k_scale.dim() == 3, (0, 0) if v_scale is None else _strides(v_scale, 0),
         0 if sinks is None else sinks.data_ptr(), _rows(out), _rows(lse), plan_map.data_ptr(), plan_map.numel(),
         workspace.data_ptr(), workspace.numel() * workspace.element_size(), sm_scale * k_factor, v_factor, softcap,
-        early, stages, combine_ctas,
+        early, stages, combine_ctas, early_slices,
     )  # fmt: skip
