@@ -20,6 +20,7 @@ from hpc_common.metrics import error
 from hpc_common.timing import Candidate, Row, measure, results, write_results
 
 TOP_K = 8
+Draw = Callable[[int, torch.Generator], torch.Tensor]  # (tokens, generator of the device) -> ids
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,12 @@ def calls(
     device: str,
     x_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    draw: Draw | None = None,
 ) -> list[Callable[[], torch.Tensor]]:
-    """One call for each buffer set of a row; x is e4m3 unless ``x_dtype`` (or bf16 weights) says bf16."""
+    """One call for each buffer set of a row; x is e4m3 unless ``x_dtype`` (or bf16 weights) says bf16.
+
+    ``draw`` makes the ids, [T, k] global experts; None: uniform over the shape's experts, none twice in a token.
+    """
     bf16 = quant == "none" or x_dtype == torch.bfloat16
     workspace = hpc_moe.MoeWorkspace(
         tokens,
@@ -102,7 +107,7 @@ def calls(
         device=device,
     )
     made = []
-    for x, ids, topk_weights, scales in buffer_sets(shape, tokens, quant, weights, device, bf16):
+    for x, ids, topk_weights, scales in buffer_sets(shape, tokens, quant, weights, device, bf16, draw):
         out = torch.empty(tokens, shape.hidden, dtype=torch.bfloat16, device=device)
 
         def call(x=x, ids=ids, topk_weights=topk_weights, scales=scales, out=out) -> torch.Tensor:
@@ -124,14 +129,17 @@ def calls(
 
 
 def buffer_sets(
-    shape: Shape, tokens: int, quant: str, weights: Weights, device: str, bf16: bool
+    shape: Shape, tokens: int, quant: str, weights: Weights, device: str, bf16: bool, draw: Draw | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]]:
     """x, topk_ids, topk_weights and quant of each layer of a row; the same numbers whenever it is called."""
     generator = torch.Generator(device).manual_seed(tokens)
     for _ in range(4 if tokens <= 256 else 2):
         x = torch.randn(tokens, shape.hidden, device=device, generator=generator)
-        ids = torch.rand(tokens, shape.drawn, device=device, generator=generator).topk(TOP_K, dim=1).indices
-        topk_weights = torch.rand(tokens, TOP_K, device=device, generator=generator)
+        if draw is None:
+            ids = torch.rand(tokens, shape.drawn, device=device, generator=generator).topk(TOP_K, dim=1).indices
+        else:
+            ids = draw(tokens, generator)
+        topk_weights = torch.rand(ids.shape, device=device, generator=generator)
         scales: hpc_moe.Fp8Block | hpc_moe.Fp8Tensor | None = None
         one = torch.full((1,), 1 / 64, device=device)
         if quant == "block":
