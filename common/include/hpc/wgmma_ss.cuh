@@ -45,7 +45,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
 template <WgmmaType Type, int N>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate);
 
-// The register lists, eight at a time: an instruction of width N = 16 n uses the first n of each.
+// The register lists, eight at a time: an instruction of width N = 16 n uses the first n of each, one of 16 n + 8 also
+// the half list that follows.
 #define HPC_WGMMA_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define HPC_WGMMA_R1 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define HPC_WGMMA_R2 "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -69,6 +70,15 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
   "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
 #define HPC_WGMMA_D7 \
   "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+
+#define HPC_WGMMA_HALF_R4 "%32, %33, %34, %35"
+#define HPC_WGMMA_HALF_D4 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+#define HPC_WGMMA_HALF_R5 "%40, %41, %42, %43"
+#define HPC_WGMMA_HALF_D5 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43])
+#define HPC_WGMMA_HALF_R6 "%48, %49, %50, %51"
+#define HPC_WGMMA_HALF_D6 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51])
+#define HPC_WGMMA_HALF_R7 "%56, %57, %58, %59"
+#define HPC_WGMMA_HALF_D7 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59])
 
 // A, B and P are the operand numbers that follow the N / 2 accumulators.
 #define HPC_WGMMA(TYPE, K, TEXT, TAIL, N, A, B, P, REGS, ...)                                                        \
@@ -107,6 +117,31 @@ HPC_WGMMA_BOTH(128, 64, 65, 66,
                HPC_WGMMA_D0, HPC_WGMMA_D1, HPC_WGMMA_D2, HPC_WGMMA_D3, HPC_WGMMA_D4, HPC_WGMMA_D5, HPC_WGMMA_D6,
                HPC_WGMMA_D7)
 
+HPC_WGMMA_BOTH(72, 36, 37, 38,
+               HPC_WGMMA_R0 ", " HPC_WGMMA_R1 ", " HPC_WGMMA_R2 ", " HPC_WGMMA_R3 ", " HPC_WGMMA_HALF_R4, HPC_WGMMA_D0,
+               HPC_WGMMA_D1, HPC_WGMMA_D2, HPC_WGMMA_D3, HPC_WGMMA_HALF_D4)
+HPC_WGMMA_BOTH(88, 44, 45, 46,
+               HPC_WGMMA_R0 ", " HPC_WGMMA_R1 ", " HPC_WGMMA_R2 ", " HPC_WGMMA_R3 ", " HPC_WGMMA_R4
+                            ", " HPC_WGMMA_HALF_R5,
+               HPC_WGMMA_D0, HPC_WGMMA_D1, HPC_WGMMA_D2, HPC_WGMMA_D3, HPC_WGMMA_D4, HPC_WGMMA_HALF_D5)
+HPC_WGMMA_BOTH(104, 52, 53, 54,
+               HPC_WGMMA_R0 ", " HPC_WGMMA_R1 ", " HPC_WGMMA_R2 ", " HPC_WGMMA_R3 ", " HPC_WGMMA_R4 ", " HPC_WGMMA_R5
+                            ", " HPC_WGMMA_HALF_R6,
+               HPC_WGMMA_D0, HPC_WGMMA_D1, HPC_WGMMA_D2, HPC_WGMMA_D3, HPC_WGMMA_D4, HPC_WGMMA_D5, HPC_WGMMA_HALF_D6)
+HPC_WGMMA_BOTH(120, 60, 61, 62,
+               HPC_WGMMA_R0 ", " HPC_WGMMA_R1 ", " HPC_WGMMA_R2 ", " HPC_WGMMA_R3 ", " HPC_WGMMA_R4 ", " HPC_WGMMA_R5
+                            ", " HPC_WGMMA_R6 ", " HPC_WGMMA_HALF_R7,
+               HPC_WGMMA_D0, HPC_WGMMA_D1, HPC_WGMMA_D2, HPC_WGMMA_D3, HPC_WGMMA_D4, HPC_WGMMA_D5, HPC_WGMMA_D6,
+               HPC_WGMMA_HALF_D7)
+
+#undef HPC_WGMMA_HALF_R4
+#undef HPC_WGMMA_HALF_D4
+#undef HPC_WGMMA_HALF_R5
+#undef HPC_WGMMA_HALF_D5
+#undef HPC_WGMMA_HALF_R6
+#undef HPC_WGMMA_HALF_D6
+#undef HPC_WGMMA_HALF_R7
+#undef HPC_WGMMA_HALF_D7
 #undef HPC_WGMMA_R0
 #undef HPC_WGMMA_D0
 #undef HPC_WGMMA_R1

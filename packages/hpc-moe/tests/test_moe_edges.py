@@ -47,7 +47,7 @@ def test_duplicate_experts_in_a_row(kind: tuple[str, str], moe_case: CaseMaker) 
     case.check(case.run())
 
 
-# Counts of one expert about every edge of the tile rule: 8-row steps, one and two tiles, 2 to 4, 4 to 6.
+# Counts of one expert about every edge of the tile rule: 8-row steps, one to six tiles.
 COUNTS = sorted({edge + step for edge in (1, 8, 16, 64, 120, 128, 256, 384, 512) for step in (-1, 0, 1)} - {0})
 
 
@@ -220,15 +220,16 @@ def test_offsets_beyond_2_to_31(moe_case: CaseMaker) -> None:
 
 
 def test_config_rules() -> None:
-    """The rules the implementations are built on: 8-row tiles in the low regime, pairs of at most 128 otherwise."""
+    """The rules the implementations are built on: 8-row tiles in the low regime, of at most 128 otherwise."""
     sizes = dict(num_local_experts=24, num_experts=192, hidden=4096, intermediate=1536, quant="block")
     make = hpc_moe._C.make_config
     low, mid = make(num_tokens=128, top_k=8, **sizes), make(num_tokens=129, top_k=8, **sizes)
     assert (low.regime, mid.regime) == ("low", "mid")
-    assert TileRule(*low.rule) == TileRule(8, 8, False) and TileRule(*mid.rule) == TileRule(128, 8, True)
+    assert TileRule(*low.rule) == TileRule(8, 8, False) and TileRule(*mid.rule) == TileRule(128, 8, False)
     assert low.h_is_bf16 and low.index_ctas == 0
     assert mid.x_in_workspace and not mid.h_is_bf16 and mid.index_ctas > 0
-    assert make(num_tokens=128, top_k=8, batch_invariant=True, **sizes).regime == "mid"
+    few = make(num_tokens=8, top_k=8, batch_invariant=True, **sizes)
+    assert few.regime == "mid" and few.guess_stages == low.guess_stages == 0
     large = make(num_tokens=8192, top_k=8, num_sms=132, **sizes)
     assert large.regime == "large" and 0 < large.up_grid <= 132 and 0 < large.down_grid <= 132
     assert make(num_tokens=0, top_k=8, **sizes).layout.bytes == 0

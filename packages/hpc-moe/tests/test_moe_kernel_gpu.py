@@ -69,8 +69,8 @@ def test_index_is_a_stable_sort(tokens: int, top_k: int, experts: int, moe_case:
 @pytest.mark.parametrize("name", ["block-e4m3", "tensor-e4m3", "bf16"])
 @pytest.mark.parametrize("inter", [128, 192])
 def test_every_tile_width(name: str, inter: int, moe_case: CaseMaker) -> None:
-    """One expert with each count around the edges of 16 widths, one, two and four tiles."""
-    edges = [count + step for count in (*range(16, 145, 16), 256, 384, 512) for step in (-1, 0, 1)]
+    """One expert with each count around the edges of all widths, and of one to four tiles."""
+    edges = [count + step for count in (*range(16, 65, 16), *range(72, 137, 8), 256, 384, 512) for step in (-1, 0, 1)]
     for tokens in edges:
         ids = torch.ones(tokens, 1, dtype=torch.int32)
         case = moe_case(name, tokens, 1, 3, 256, inter, ids=ids, dead=0.0, device="cuda")

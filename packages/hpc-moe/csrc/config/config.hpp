@@ -14,6 +14,12 @@
 #include "hpc/checks.hpp"
 #include "hpc/grouped.hpp"
 
+// The grouped GEMMs and the reduction of kernels/next/ in place of those of kernels/: right in emulation
+// (tests/test_moe_kernel_emulated.py), not run on a GPU yet. DESIGN.md, "Not there yet".
+#ifndef HPC_MOE_NEXT
+#define HPC_MOE_NEXT 0
+#endif
+
 namespace hpc::moe {
 
 constexpr int64_t kMaxTokens = 262144;
@@ -23,15 +29,20 @@ constexpr int32_t kMaxLocalExperts = 512;
 constexpr int32_t kMaxExperts = 1 << 16;  // over all ranks
 constexpr int32_t kMaxDim = 1 << 17;      // H and I
 constexpr int32_t kScaleK = 128;          // elements of H that share a scale
+constexpr int32_t kGuessStages = 6;       // 132 CTAs x 6 x 32 KB are 25 MB of L2
 constexpr int32_t kIndexCluster = 8;      // CTAs that make the index of a larger call together
 constexpr int32_t kLowInlinePairs = 16;   // pairs up to which the low regime's GEMMs quantise what they load
 constexpr int32_t kLowMaxPairs = 1024;    // (token, slot) pairs of the low regime: every CTA routes them itself
+
+// Token tiles of the grouped GEMMs. Pairs would share weights by multicast; without it, fewer and wider tiles are
+// faster.
+constexpr grouped::TileRule kTileRule = {128, 8, 0};
 
 enum class Quant : int32_t { kNone = 0, kBlock = 1, kTensor = 2 };
 
 // kLow: few rows an expert; weights stream through registers, routing is found in the gate-up kernel's prologue.
 // kMid: index kernel, then tensor-core GEMMs with weights as M and tokens as N of at most 128.
-// kLarge: the same, pairs of token tiles sharing the weights by multicast.
+// kLarge: the same; several token tiles share an expert's weights by L2, which they therefore do not leave first.
 enum class Regime : int32_t { kLow = 0, kMid = 1, kLarge = 2 };
 
 struct Problem {
@@ -79,6 +90,7 @@ struct Config {
   int32_t down_columns;  // columns of H a down task makes
   int32_t up_grid;       // CTAs of the gate-up kernel
   int32_t down_grid;     // CTAs of the down kernel
+  int32_t guess_stages;  // K stages that gate-up CTAs ask L2 for while the index is made
   int32_t index_ctas;    // CTAs of the index kernel (one cluster); 0 where the gate-up kernel routes for itself
   Layout layout;
 };
@@ -165,7 +177,7 @@ inline Config make_config(const Problem& p) {
   c.chunk_rows = c.chunk_tokens * p.top_k;
   c.regime = choose_regime(p, c.chunk_tokens);
   const bool low = c.regime == Regime::kLow;
-  c.rule = low ? grouped::TileRule{8, 8, 0} : grouped::default_rule();
+  c.rule = low ? grouped::TileRule{8, 8, 0} : kTileRule;
   c.act_group = p.intermediate % 128 == 0 ? 128 : 64;
   // In the low regime a GEMM's load can quantise, again in every task: cheaper than a launch for the fewest rows.
   const bool apart = !low || c.chunk_rows > kLowInlinePairs;
@@ -182,6 +194,9 @@ inline Config make_config(const Problem& p) {
   c.up_grid = detail::grid(p.num_sms, up_tasks);
   c.down_grid = detail::grid(p.num_sms, down_tasks);
   c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 2048 ? kIndexCluster : 1);
+  // With at least 2 rows an expert on average most have rows: the first tasks are nearly known before the index is.
+  const bool likely = c.regime == Regime::kMid && c.chunk_rows >= 2 * static_cast<int64_t>(p.num_experts);
+  c.guess_stages = HPC_MOE_NEXT && likely ? kGuessStages : 0;
   c.layout = detail::make_layout(p, c);
   return c;
 }

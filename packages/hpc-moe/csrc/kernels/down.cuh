@@ -6,7 +6,7 @@
 // bytes at once (64 neighbouring bytes a token over the warp).
 #pragma once
 
-#include "kernels/grouped_ahead.cuh"
+#include "kernels/grouped_frame.cuh"
 
 namespace hpc::moe {
 
@@ -34,12 +34,8 @@ struct DownEpilogue {
 
 template <Quant kQuant, bool kHalf>
 __global__ void __launch_bounds__(kGemmThreads, 1)
-    down_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p, int experts) {
-  if constexpr (HPC_MOE_TASKS_AHEAD) {
-    run_gemm_ahead<Gemm::kDown, kQuant, kHalf, DownEpilogue<kQuant>>(&map, p);
-  } else {
-    run_gemm<Gemm::kDown, kQuant, kHalf, DownEpilogue<kQuant>>(&map, p, experts);
-  }
+    down_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
+  run_gemm<Gemm::kDown, kQuant, kHalf, DownEpilogue<kQuant>>(&map, p);
 }
 
 }  // namespace hpc::moe

@@ -8,7 +8,7 @@
 // packs them.
 #pragma once
 
-#include "kernels/grouped_ahead.cuh"
+#include "kernels/grouped_frame.cuh"
 
 namespace hpc::moe {
 
@@ -104,12 +104,8 @@ struct GateUpEpilogue {
 
 template <Quant kQuant, bool kHalf>
 __global__ void __launch_bounds__(kGemmThreads, 1)
-    gate_up_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p, int experts) {
-  if constexpr (HPC_MOE_TASKS_AHEAD) {
-    run_gemm_ahead<Gemm::kUp, kQuant, kHalf, GateUpEpilogue<kQuant, kHalf>>(&map, p);
-  } else {
-    run_gemm<Gemm::kUp, kQuant, kHalf, GateUpEpilogue<kQuant, kHalf>>(&map, p, experts);
-  }
+    gate_up_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
+  run_gemm<Gemm::kUp, kQuant, kHalf, GateUpEpilogue<kQuant, kHalf>>(&map, p);
 }
 
 }  // namespace hpc::moe

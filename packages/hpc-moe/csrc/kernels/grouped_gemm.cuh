@@ -1,5 +1,7 @@
 // Grouped GEMM of the experts, second (gate-up) and third (down) of the four kernels: weights as M, tokens as N.
 //
+// The K loop and what it needs; grouped_frame.cuh has tasks, producers and roles.
+//
 // Grid: one CTA an SM, persistent, tasks by static stride. 384 threads:
 //   warps 0-3, 4-7   two consumer warpgroups; each owns one unit of the task's pair and multiplies two m64 tiles of it:
 //                    gate-up: 64 columns of I (64 gate rows, then their 64 up rows); down: 128 columns of H;
@@ -42,7 +44,7 @@ constexpr int kGemmThreads = kConsumers + kProducers;
 constexpr int kOutRow = 64 + 16;  // bytes of a staged output row (64 e4m3), padded against conflicts
 constexpr uint32_t kNoRow = ~0u;
 
-// A task as grouped_ahead.cuh keeps it: token tile, and `active` (1 or 2) units from `unit` on.
+// A task as grouped_frame.cuh keeps it: token tile, and `active` (1 or 2) units from `unit` on.
 struct TurnTask {
   int32_t row;
   uint16_t expert, unit;
@@ -58,8 +60,8 @@ struct GemmSmem {
   float inverse[2][kMaxWidth];                      // gate-up: one a warpgroup
   alignas(8) uint64_t full[kStages];
   uint64_t empty[kStages];
-  TurnTask turns[2][kTurns];  // grouped_ahead.cuh: tasks of a warpgroup's next turns
-  uint16_t token[kMaxWidth];  // grouped_ahead.cuh, gate-up: tokens of the producers' tile
+  TurnTask turns[2][kTurns];  // tasks of a warpgroup's next turns
+  uint16_t token[kMaxWidth];  // gate-up: tokens of the producers' tile
 };
 constexpr int kGemmSmemBytes = sizeof(GemmSmem) + 1024;  // the start is aligned by hand
 static_assert(kGemmSmemBytes <= 232448, "227 KB a CTA");
@@ -76,32 +78,6 @@ struct Task {
   int pair;                      // units 2 * pair and 2 * pair + 1
 };
 
-__device__ __forceinline__ int num_pairs(const GemmParams& p) {
-  return (p.units + 1) / 2;
-}
-
-// Task `index` of num_pairs * tiles. Whole pairs first: the tasks of an expert are neighbours, pair outermost, then
-// token tile. Where the number of units is odd, the tasks of the last unit alone follow, of all experts: mixed in,
-// every other CTA would have half the work.
-__device__ __forceinline__ Task task_at(const GemmParams& p, int index) {
-  const int whole = p.units / 2;
-  const int single = index - p.routing.tile_offsets[p.experts] * whole;
-  if (single >= 0) {
-    const grouped::TileTask tile = p.routing.tiles[single];
-    return {tile.expert, tile.row, tile.rows, tile.width, whole};
-  }
-  const int expert = p.routing.tiles[index / whole].expert;
-  const int first = p.routing.tile_offsets[expert], tiles = p.routing.tile_offsets[expert + 1] - first;
-  const int local = index - first * whole;
-  const int pair = local / tiles;
-  const grouped::TileTask tile = p.routing.tiles[first + local - pair * tiles];
-  return {expert, tile.row, tile.rows, tile.width, pair};
-}
-
-__device__ __forceinline__ int total_tasks(const GemmParams& p, int experts) {
-  return p.routing.tile_offsets[experts] * num_pairs(p);
-}
-
 // Elements of I that share a scale are 64 (kHalf) or 128; gate-up's K groups are 128 of H always.
 template <Gemm kGemm, Quant kQuant, bool kHalf>
 struct Traits {
@@ -115,14 +91,9 @@ struct Traits {
 
 // --- producers ------------------------------------------------------------------------------------------------------
 
-// Weights of one stage, by one thread. `row` is the map's coordinate of the pair's first unit, in the groups of 16
-// (gate-up) or 32 (down) weight rows that the map is made of. The maps put rows in an order that leaves neighbouring
-// output columns in one thread's registers (launch/weight_map.cu).
-template <Gemm kGemm>
-__device__ __forceinline__ int weight_coordinate(const GemmParams& p, const Task& task) {
-  return task.expert * (p.weight_rows / (kGemm == Gemm::kUp ? 16 : 32)) + task.pair * 8;
-}
-
+// Weights of one stage, by one thread. `row` is the map's coordinate of the first unit, in the groups of 16 (gate-up)
+// or 32 (down) weight rows that the map is made of. The maps put rows in an order that leaves neighbouring output
+// columns in one thread's registers (launch/weight_map.cu).
 template <Gemm kGemm>
 __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensorMap* map, int row, int active, int k,
                                              uint32_t smem, uint32_t full, uint64_t policy) {
@@ -134,105 +105,6 @@ __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensor
                   policy);
     } else {
       tma_load_5d(smem + i * kUnitBytes, map, full, k * 128, 0, 0, row + 4 * i, 0, policy);
-    }
-  }
-}
-
-// The weight scales (one a K group) of m64 tile `tile` (0 to 3) of the pair; null where the pair has no such unit.
-template <Gemm kGemm, bool kHalf>
-__device__ __forceinline__ const float* weight_scales(const GemmParams& p, const Task& task, int tile) {
-  constexpr int kRowBlock = Traits<kGemm, Quant::kBlock, kHalf>::kRowBlock;
-  const int unit = 2 * task.pair + tile / 2;
-  if (tile >= 4 || unit >= p.units) return nullptr;
-  const int block = kGemm == Gemm::kUp ? (unit * 64 + (tile & 1) * p.out_columns) / kRowBlock : unit;
-  return p.w_scale + (static_cast<int64_t>(task.expert) * p.w_scale_rows + block) * p.w_scale_cols;
-}
-
-template <Gemm kGemm, Quant kQuant, bool kHalf>
-__device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s, int experts) {
-  using T = Traits<kGemm, kQuant, kHalf>;
-  const int thread = threadIdx.x - kConsumers;
-  const int chunk = thread % 8, first_row = thread / 8;  // 16-byte chunk of a row, first of the thread's rows
-  const uint32_t to = 2 * kUnitBytes + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);  // rows 16 i further: + 2 KB
-  const int num_k = (p.k_bytes + 127) / 128;
-  const int total = total_tasks(p, experts);
-  const uint32_t full = smem_address(s.full), empty = smem_address(s.empty);
-  const uint32_t stages = smem_address(s.stage), scales = smem_address(s.scale);
-
-  const uint64_t policy = p.evict_first ? l2_evict_first() : l2_evict_normal();
-  int prefetched = 0;  // stages whose weights are on their way before the wait
-  if constexpr (kGemm == Gemm::kDown) {
-    if (static_cast<int>(blockIdx.x) < total) {
-      prefetched = min(kStages, num_k);
-      if (thread == 0) {
-        const Task task = task_at(p, blockIdx.x);
-        const int row = weight_coordinate<kGemm>(p, task), active = min(2, p.units - 2 * task.pair);
-        for (int k = 0; k < prefetched; ++k) {
-          load_weights<kGemm>(p, map, row, active, k, stages + k * kStageBytes, full + k * 8, policy);
-        }
-      }
-    }
-    pdl_wait();
-    pdl_trigger();
-  }
-
-  Ring head;
-  for (int index = blockIdx.x; index < total; index += gridDim.x) {
-    const Task task = task_at(p, index);
-    const auto source_of = [&](int row) {  // row of B that the tile's row reads
-      return kGemm == Gemm::kUp ? p.routing.row_to_slot[task.row + row] / p.top_k : task.row + row;
-    };
-    uint32_t source[kMaxWidth / 16];  // where the thread's rows start, in 16 bytes: 32 bits reach 64 GB
-#pragma unroll
-    for (int i = 0; i < kMaxWidth / 16; ++i) {
-      const int row = first_row + 16 * i;
-      source[i] = row < task.rows ? static_cast<uint32_t>(source_of(row)) * p.b_stride : kNoRow;
-    }
-    const int weight_row = weight_coordinate<kGemm>(p, task), active = min(2, p.units - 2 * task.pair);
-    // Thread r brings the scales of the tile's row r, threads 0 to 3 those of the weights' four m64 tiles.
-    const float *row_scale = nullptr, *weight_scale = nullptr;
-    if constexpr (T::kBlock) {
-      if (thread < task.rows) row_scale = p.b_scale + source_of(thread) * p.b_scale_stride;
-      weight_scale = weight_scales<kGemm, kHalf>(p, task, thread);
-    }
-
-#pragma unroll 1
-    for (int k = 0; k < num_k; ++k) {
-      mbarrier_wait(empty + head.stage() * 8, head.phase() ^ 1);
-      const uint32_t base = stages + head.stage() * kStageBytes;
-      if (prefetched > 0) {
-        --prefetched;
-      } else if (thread == 0) {
-        load_weights<kGemm>(p, map, weight_row, active, k, base, full + head.stage() * 8, policy);
-      }
-      const int column = k * 128 + chunk * 16;
-      if (column < p.k_bytes || T::kZeroTail) {
-        const uint8_t* from = p.b + (column < p.k_bytes ? column : 0);
-        [[maybe_unused]] const int bytes = column < p.k_bytes ? 16 : 0;
-#pragma unroll
-        for (int i = 0; i < kMaxWidth / 16; ++i) {
-          if (source[i] == kNoRow) continue;
-          if constexpr (T::kZeroTail) {
-            cp_async_16_zfill(base + to + i * 16 * 128, from + uint64_t{source[i]} * 16, bytes);
-          } else {
-            cp_async_16(base + to + i * 16 * 128, from + uint64_t{source[i]} * 16);
-          }
-        }
-      }
-      if constexpr (T::kBlock) {
-        const uint32_t scale_to = scales + (head.stage() * kScaleFloats + thread) * 4;
-#pragma unroll
-        for (int g = 0; g < T::kGroups; ++g) {
-          const int group = k * T::kGroups + g;
-          if (group < p.w_scale_cols) {
-            if (row_scale) cp_async_4(scale_to + g * kMaxWidth * 4, row_scale + group * p.b_scale_step);
-            if (weight_scale) cp_async_4(scale_to + (2 * kMaxWidth + g * 4) * 4, weight_scale + group);
-          }
-        }
-      }
-      // Arrives when this thread's copies have landed: all stages may be on their way, nobody waits for the rows here.
-      cp_async_arrive(full + head.stage() * 8);
-      ++head.count;
     }
   }
 }
@@ -378,40 +250,6 @@ __device__ __forceinline__ GemmSmem& start_gemm(const CUtensorMap* map) {
   }
 
   return s;
-}
-
-// The kernel's frame: roles, and the width switch. `Epilogue::run<N>(p, s, task, unit, parity, acc)` stores a
-// unit of a task; it is called by whole warpgroups.
-template <Gemm kGemm, Quant kQuant, bool kHalf, class Epilogue>
-__device__ __forceinline__ void run_gemm(const CUtensorMap* map, const GemmParams& p, int experts) {
-  GemmSmem& s = start_gemm<kGemm>(map);
-  if (threadIdx.x >= kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    produce<kGemm, kQuant, kHalf>(p, map, s, experts);
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-    if constexpr (kGemm == Gemm::kDown) {  // the index is two kernels old, but nothing may be stored before the wait
-      pdl_wait();
-      pdl_trigger();
-    }
-    const int group = threadIdx.x / 128;
-    const int total = total_tasks(p, experts);
-    Ring ring;
-    for (int index = blockIdx.x; index < total; index += gridDim.x) {
-      const Task task = task_at(p, index);
-      const auto run = [&]<int N>() {
-        float acc[2][N / 2];
-        multiply_task<kGemm, kQuant, kHalf, N>(p, s, ring, 2 * task.pair + group < p.units, acc);
-        // Found again rather than kept: the K loop of the widest tile has no registers to spare.
-        int again = index;
-        asm volatile("" : "+r"(again));
-        const Task done = task_at(p, again);
-        const int unit = 2 * done.pair + group, parity = again / gridDim.x & 1;
-        if (unit < p.units) Epilogue::template run<N>(p, s, done, unit, parity, acc);
-      };
-      with_width(task.width, run);
-    }
-  }
 }
 
 }  // namespace hpc::moe

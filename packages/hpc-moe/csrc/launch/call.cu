@@ -9,6 +9,8 @@ namespace hpc::moe {
 
 namespace {
 
+constexpr int64_t kColumnsFirstBytes = 32 << 20;  // of h: half of L2
+
 template <typename T>
 T* at(void* workspace, int64_t offset) {
   return reinterpret_cast<T*>(static_cast<uint8_t*>(workspace) + offset);
@@ -157,6 +159,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   }
   up.experts = c.num_local;
   up.evict_first = config.regime == Regime::kMid;
+  up.guess_stages = config.guess_stages;
   up.w_scale = c.w13_scale;
   up.w_scale_rows = 2 * c.intermediate / scale_block;
   up.w_scale_cols = c.hidden / 128;
@@ -169,7 +172,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   up.weight_rows = 2 * c.intermediate;
   up.top_k = c.top_k;
   up.swiglu_limit = c.swiglu_limit;
-  launch_gate_up(c.quant, half, up_map, up, c.num_local, config.up_grid, stream);
+  launch_gate_up(c.quant, half, up_map, up, config.up_grid, stream);
 
   GemmParams down{};
   down.routing = routing;
@@ -182,6 +185,8 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   }
   down.experts = c.num_local;
   down.evict_first = up.evict_first;
+  // h is read again for every pair of units: that order only where it stays in L2.
+  down.columns_first = config.chunk_rows * c.intermediate * element <= kColumnsFirstBytes;
   down.w_scale = c.w2_scale;
   down.w_scale_rows = c.hidden / 128;
   down.w_scale_cols = c.intermediate / scale_block;
@@ -192,7 +197,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   down.out_columns = c.hidden;
   down.weight_rows = c.hidden;
   down.top_k = c.top_k;
-  launch_down(c.quant, half, down_map, down, c.num_local, config.down_grid, stream);
+  launch_down(c.quant, half, down_map, down, config.down_grid, stream);
 
   launch_reduce(reduce_params(c, begin, tokens, down.out, routing.slot_to_row), num_sms, stream);
 }

@@ -2,19 +2,34 @@
 #pragma once
 
 #include "hpc/launch.hpp"
-#include "kernels/down.cuh"
 #include "launch/moe.hpp"
+
+#if HPC_MOE_NEXT
+#include "kernels/next/down.cuh"
+#else
+#include "kernels/down.cuh"
+#endif
 
 namespace hpc::moe {
 
 template <Quant kQuant, bool kHalf>
-void launch_down_as(const CUtensorMap& map, const GemmParams& p, int experts, int grid, cudaStream_t stream) {
+void launch_down_as(const CUtensorMap& map, const GemmParams& p, int grid, cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(grid));
   config.block = dim3(kGemmThreads);
   config.smem_bytes = kGemmSmemBytes;
   config.stream = stream;
-  launch(&down_kernel<kQuant, kHalf>, config, map, p, experts);
+#if HPC_MOE_NEXT
+  if constexpr (kQuant == Quant::kTensor) {
+    if (p.k_bytes <= kDirectK) {
+      launch(&down_kernel<kQuant, kHalf, true>, config, map, p);
+      return;
+    }
+  }
+  launch(&down_kernel<kQuant, kHalf, false>, config, map, p);
+#else
+  launch(&down_kernel<kQuant, kHalf>, config, map, p);
+#endif
 }
 
 }  // namespace hpc::moe

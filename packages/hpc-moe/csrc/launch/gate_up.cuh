@@ -2,19 +2,24 @@
 #pragma once
 
 #include "hpc/launch.hpp"
-#include "kernels/gate_up.cuh"
 #include "launch/moe.hpp"
+
+#if HPC_MOE_NEXT
+#include "kernels/next/gate_up.cuh"
+#else
+#include "kernels/gate_up.cuh"
+#endif
 
 namespace hpc::moe {
 
 template <Quant kQuant, bool kHalf>
-void launch_gate_up_as(const CUtensorMap& map, const GemmParams& p, int experts, int grid, cudaStream_t stream) {
+void launch_gate_up_as(const CUtensorMap& map, const GemmParams& p, int grid, cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(grid));
   config.block = dim3(kGemmThreads);
   config.smem_bytes = kGemmSmemBytes;
   config.stream = stream;
-  launch(&gate_up_kernel<kQuant, kHalf>, config, map, p, experts);
+  launch(&gate_up_kernel<kQuant, kHalf>, config, map, p);
 }
 
 }  // namespace hpc::moe

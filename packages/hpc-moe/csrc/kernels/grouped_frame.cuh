@@ -1,24 +1,19 @@
-// The grouped GEMMs of grouped_gemm.cuh with their tasks found ahead of time: another frame and producer around the
-// same K loop and epilogues. Not measured yet, so HPC_MOE_TASKS_AHEAD is 0 (see DESIGN.md, "Not there yet").
+// Tasks, producers and roles of the grouped GEMMs; grouped_gemm.cuh has the plan and the K loop.
 //
-// What it is for: run_gemm() finds a task by three dependent loads and its rows by a fourth when its turn comes, about
-// 2 us in which a CTA asks for no weights; and 2.2 rounds of tasks take the time of 3. Here each producer warp finds 32
-// tasks at once, one a lane, and asks for a tile's rows one task early; each consumer warpgroup finds 8 at once; and
-// where the last round would occupy less than half the CTAs, its pairs are split into their units (Schedule).
+// A task found when its turn comes takes three dependent loads, and its rows a fourth: 2 us in which a CTA asks for no
+// weights. So each producer warp finds 32 tasks at once, one a lane, and asks for a tile's rows one task early; each
+// consumer warpgroup finds 8 at once; and where the last round would occupy less than half the CTAs, its pairs are
+// split into their units (Schedule).
 #pragma once
 
 #include "kernels/grouped_gemm.cuh"
-
-#ifndef HPC_MOE_TASKS_AHEAD
-#define HPC_MOE_TASKS_AHEAD 0
-#endif
 
 namespace hpc::moe {
 
 // The tasks of a call, in the order in which the CTAs draw them: pairs of units, all of an expert neighbours, pair
 // outermost, then token tile. Then single units: of the pairs that would start a round of which less than half the CTAs
-// have a task (kSplit), and, where the number of units is odd, of the last unit. Among the pairs these would give every
-// other CTA half the work.
+// have a task (kSplit), or, where the number of units is odd, of the last unit, which fills that round as well. Among
+// the pairs these would give every other CTA half the work.
 template <bool kSplit>
 struct Schedule {
   const GemmParams& p;
@@ -27,7 +22,7 @@ struct Schedule {
   __device__ __forceinline__ explicit Schedule(const GemmParams& params)
       : p(params), tiles(params.routing.tile_offsets[params.experts]) {
     const int pairs = tiles * (p.units / 2), rest = pairs % static_cast<int>(gridDim.x);
-    split = kSplit && 2 * rest <= static_cast<int>(gridDim.x) ? rest : 0;
+    split = kSplit && p.units % 2 == 0 && 2 * rest <= static_cast<int>(gridDim.x) ? rest : 0;
     whole = pairs - split;
   }
 
@@ -69,11 +64,11 @@ template <Gemm kGemm, Quant kQuant, bool kHalf>
 constexpr bool kSplitPairs = !(kGemm == Gemm::kUp && kQuant == Quant::kBlock && !kHalf);
 
 template <Gemm kGemm, Quant kQuant, bool kHalf>
-__device__ void produce_ahead(const GemmParams& p, const CUtensorMap* map, GemmSmem& s) {
+__device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s) {
   using T = Traits<kGemm, kQuant, kHalf>;
   constexpr int kFound = 31;  // tasks found at once, and one more to look ahead
   const int thread = threadIdx.x - kConsumers, lane = thread % 32;
-  const int chunk = thread % 8, first_row = thread / 8;  // as in produce()
+  const int chunk = thread % 8, first_row = thread / 8;  // 16-byte chunk of a row, first of the thread's rows
   const uint32_t to = 2 * kUnitBytes + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);
   const int num_k = (p.k_bytes + 127) / 128;
   const Schedule<kSplitPairs<kGemm, kQuant, kHalf>> schedule(p);
@@ -135,7 +130,7 @@ __device__ void produce_ahead(const GemmParams& p, const CUtensorMap* map, GemmS
       source[i] = row < rows ? token * p.b_stride : kNoRow;
     }
     const int weights = weight_row(expert, unit);
-    const float *row_scale = nullptr, *weight_scale = nullptr;  // as in produce()
+    const float *row_scale = nullptr, *weight_scale = nullptr;  // rows 16 i further: + 2 KB
     if constexpr (T::kBlock) {
       if (thread < rows) row_scale = p.b_scale + own * p.b_scale_stride;
       if (thread / 2 < active) {
@@ -185,13 +180,14 @@ __device__ void produce_ahead(const GemmParams& p, const CUtensorMap* map, GemmS
   }
 }
 
-// As run_gemm().
+// The kernel's frame: roles, and the width switch. `Epilogue::run<N>(p, s, task, unit, parity, acc)` stores a unit of a
+// task; it is called by whole warpgroups.
 template <Gemm kGemm, Quant kQuant, bool kHalf, class Epilogue>
-__device__ __forceinline__ void run_gemm_ahead(const CUtensorMap* map, const GemmParams& p) {
+__device__ __forceinline__ void run_gemm(const CUtensorMap* map, const GemmParams& p) {
   GemmSmem& s = start_gemm<kGemm>(map);
   if (threadIdx.x >= kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    produce_ahead<kGemm, kQuant, kHalf>(p, map, s);
+    produce<kGemm, kQuant, kHalf>(p, map, s);
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");

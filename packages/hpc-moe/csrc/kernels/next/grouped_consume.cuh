@@ -1,0 +1,305 @@
+// Consumers of the grouped GEMMs: the K loops of a warpgroup; grouped_gemm.cuh has the plan.
+//
+// Operand descriptors must be built from warp-uniform numbers (uniform()), else each wgmma waits for a dozen moves into
+// uniform registers.
+#pragma once
+
+#include "kernels/next/grouped_gemm.cuh"
+
+namespace hpc::moe {
+
+// Widest tile of which a warpgroup's two m64 tiles are both on their way at once: their sums must fit beside the
+// accumulators. Wider ones take turns in one set of registers.
+template <Gemm kGemm, Quant kQuant>
+constexpr int kBothTiles = kQuant == Quant::kBlock ? 80 : (kGemm == Gemm::kUp ? 96 : 0);
+
+template <Quant kQuant>
+constexpr bool kTakeTurns = HPC_MOE_TURNS >> static_cast<int>(kQuant) & 1;
+template <Quant kQuant>
+constexpr bool kTwoStages = HPC_MOE_TWO_STAGES >> static_cast<int>(kQuant) & 1;
+
+// Whether the warpgroups take turns to issue the products of a task that wide.
+template <Gemm kGemm, Quant kQuant, bool kDirect>
+__device__ __forceinline__ bool take_turns(int width) {
+  return kTakeTurns<kQuant> && kQuant != Quant::kNone && !kDirect && width > kBothTiles<kGemm, kQuant>;
+}
+
+// Lets those that wait at a named barrier go on when all have come; this thread does not wait.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+constexpr int kTurnBarrier = 5;  // and the next, one a warpgroup
+
+// The same number, which the compiler then knows to be one for the warp.
+__device__ __forceinline__ uint32_t uniform(uint32_t value) {
+  return __shfl_sync(~0u, value, 0);
+}
+
+// Descriptor of an operand in the 128-byte swizzle; `low` is its address in 16 bytes, with kLowBits.
+constexpr uint32_t kLowBits = 1 << 16;
+__device__ __forceinline__ uint64_t descriptor(uint32_t low) {
+  return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | low;
+}
+
+// One m64 tile over kSteps steps of 32 bytes of K from the operands a and b (descriptors' low words): into `d` from
+// zero, or on top.
+template <WgmmaType kType, int kSteps, bool kAccumulate, int N>
+__device__ __forceinline__ void multiply(float (&d)[N / 2], uint32_t a, uint32_t b) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    wgmma_ss<kType, N>(d, descriptor(a + 2 * step), descriptor(b + 2 * step), kAccumulate || step > 0);
+  }
+}
+
+// acc += part * weight scale * row scale; a column of the tile is a row of B. `row_scale`: the thread's, by
+// scale_place.
+template <bool kScaled, int N>
+__device__ __forceinline__ void promote(float (&acc)[N / 2], const float (&part)[N / 2], float weight_scale,
+                                        const float* row_scale) {
+  if constexpr (!kScaled) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) acc[i] += part[i];
+  } else {
+#pragma unroll
+    for (int j = 0; j < N / 8; j += 2) {
+      float4 scale;
+      if (j + 1 < N / 8) {
+        scale = *reinterpret_cast<const float4*>(row_scale + 8 * j);
+      } else {
+        const float2 last = *reinterpret_cast<const float2*>(row_scale + 8 * j);
+        scale = make_float4(last.x, last.y, 0.0f, 0.0f);
+      }
+      const float of[4] = {scale.x * weight_scale, scale.y * weight_scale, scale.z * weight_scale,
+                           scale.w * weight_scale};
+#pragma unroll
+      for (int i = 0; i < (j + 1 < N / 8 ? 8 : 4); ++i) {
+        acc[4 * j + i] = fmaf(part[4 * j + i], of[i / 4 * 2 + i % 2], acc[4 * j + i]);
+      }
+    }
+  }
+}
+
+// What a warpgroup multiplies with of each stage, in 16 bytes from the stage's start, and where its scales lie.
+struct Operands {
+  uint32_t a, b;      // weights, rows of B; with kLowBits
+  int rows, weights;  // scales: first of B's, first of the weights'
+};
+
+// Keeps the barriers of a task in which the warpgroup has nothing to multiply.
+template <int kGroups>
+__device__ __forceinline__ void skip_task(const GemmParams& p, GemmSmem& s, Ring& ring, bool turns) {
+  const int num_k = (p.k_bytes + 127) / 128;
+#pragma unroll 1
+  for (int k = 0; k < num_k; ++k) {
+    mbarrier_wait(smem_address(s.full) + ring.stage() * 8, ring.phase());
+    __syncwarp();
+    if (turns) {
+      const int groups = kGroups == 2 && (k + 1) * 128 > p.k_bytes ? 1 : kGroups;
+      for (int i = 0; i < 2 * groups; ++i) {
+        named_barrier_sync(kTurnBarrier + threadIdx.x / 128, kConsumers);
+        named_barrier_arrive(kTurnBarrier + 1 - threadIdx.x / 128, kConsumers);
+      }
+    }
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(s.empty) + ring.stage() * 8);
+    ++ring.count;
+  }
+}
+
+// K loop of one task: acc[m] is the warpgroup's m64 tile m (gate-up: 0 gate, 1 up). kDirect: no promotion.
+template <Gemm kGemm, Quant kQuant, bool kHalf, bool kDirect, int N>
+__device__ __forceinline__ void multiply_task(const GemmParams& p, GemmSmem& s, Ring& ring, const Operands& at,
+                                              float (&acc)[2][N / 2]) {
+  using T = Traits<kGemm, kQuant, kHalf>;
+  constexpr uint32_t kTile = kUnitBytes / 2 >> 4;  // from an m64 tile to the next
+  const int lane = threadIdx.x % 32;
+  const int num_k = (p.k_bytes + 127) / 128;
+  const uint32_t full = smem_address(s.full), empty = smem_address(s.empty);
+  const uint32_t stages = smem_address(s.stage) >> 4;
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
+  // Waits for the ring's stage; returns its address. Rows of B were written by the generic proxy, wgmma reads by the
+  // asynchronous one.
+  const auto wait = [&] {
+    mbarrier_wait(full + ring.stage() * 8, ring.phase());
+    fence_proxy_async();
+    return stages + uniform(ring.stage() * (kStageBytes >> 4));
+  };
+  const auto release = [&] {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(empty + ring.stage() * 8);
+    ++ring.count;
+  };
+
+  if constexpr (kDirect || kQuant == Quant::kNone) {
+    constexpr WgmmaType kType = kQuant == Quant::kNone ? WgmmaType::kBf16 : WgmmaType::kE4m3;
+    const auto run = [&]<int kCount>() {
+      const uint32_t base = wait();
+      wgmma_fence(acc[0]);
+      wgmma_fence(acc[1]);
+      wgmma_arrive();
+      multiply<kType, kCount, true, N>(acc[0], base + at.a, base + at.b);
+      multiply<kType, kCount, true, N>(acc[1], base + at.a + kTile, base + at.b);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_fence(acc[0]);
+      wgmma_fence(acc[1]);
+      release();
+    };
+#pragma unroll 1
+    for (int k = 0; k < p.k_bytes / 128; ++k) run.template operator()<4>();
+    if (p.k_bytes % 128) run.template operator()<2>();
+  } else {
+    constexpr int kSteps = 4 / T::kGroups;
+    int k = 0;
+    if constexpr (kTwoStages<kQuant> && T::kGroups == 1 && N > 64 && N <= kBothTiles<kGemm, kQuant>) {
+      // Two stages at a time: nothing is on its way where nothing else is multiplied but once in two stages.
+      const int row = at.rows + 4 * (lane % 4), of = 2 * kMaxWidth + at.weights;
+      float first[N / 2], second[N / 2];
+      const auto issue = [&](float (&part)[N / 2], uint32_t a, uint32_t b) {
+        wgmma_fence(part);
+        wgmma_arrive();
+        multiply<WgmmaType::kE4m3, 4, false, N>(part, a, b);
+        wgmma_commit();
+      };
+      const auto add = [&](float (&sum)[N / 2], const float (&part)[N / 2], const float* scale, int m) {
+        promote<T::kBlock, N>(sum, part, T::kBlock ? scale[of + m] : 1.0f, scale + row);
+      };
+#pragma unroll 1
+      for (int half = num_k / 2; half > 0; --half) {
+        const uint32_t base = wait(), a = base + at.a, b = base + at.b;
+        Ring then = ring;
+        ++then.count;
+        mbarrier_wait(full + then.stage() * 8, then.phase());
+        fence_proxy_async();
+        const uint32_t base2 = stages + uniform(then.stage() * (kStageBytes >> 4));
+        const uint32_t a2 = base2 + at.a, b2 = base2 + at.b;
+        const float *scale = s.scale[ring.stage()], *scale2 = s.scale[then.stage()];
+        issue(first, a, b);
+        issue(second, a + kTile, b);
+        wgmma_wait<1>();
+        wgmma_fence(first);
+        add(acc[0], first, scale, 0);
+        issue(first, a2, b2);
+        wgmma_wait<1>();
+        wgmma_fence(second);
+        add(acc[1], second, scale, 1);
+        issue(second, a2 + kTile, b2);
+        wgmma_wait<1>();
+        wgmma_fence(first);
+        add(acc[0], first, scale2, 0);
+        wgmma_wait<0>();
+        wgmma_fence(second);
+        add(acc[1], second, scale2, 1);
+        release();
+        release();
+      }
+      k = num_k & ~1;
+    }
+#pragma unroll 1
+    for (; k < num_k; ++k) {
+      const uint32_t base = wait(), a = base + at.a, b = base + at.b;
+      const float* scale = s.scale[ring.stage()];
+      // One scale group from step `from` on.
+      const auto run = [&](int from, int g) {
+        const float* rows = scale + at.rows + g * kMaxWidth + 4 * (lane % 4);
+        const auto weight = [&](int m) { return T::kBlock ? scale[2 * kMaxWidth + g * 4 + at.weights + m] : 1.0f; };
+        if constexpr (N <= kBothTiles<kGemm, kQuant>) {  // the second is multiplied while the first is promoted
+          float first[N / 2], second[N / 2];
+          wgmma_fence(first);
+          wgmma_arrive();
+          multiply<WgmmaType::kE4m3, kSteps, false, N>(first, a + 2 * from, b + 2 * from);
+          wgmma_commit();
+          wgmma_fence(second);
+          wgmma_arrive();
+          multiply<WgmmaType::kE4m3, kSteps, false, N>(second, a + kTile + 2 * from, b + 2 * from);
+          wgmma_commit();
+          wgmma_wait<1>();
+          wgmma_fence(first);
+          promote<T::kBlock, N>(acc[0], first, weight(0), rows);
+          wgmma_wait<0>();
+          wgmma_fence(second);
+          promote<T::kBlock, N>(acc[1], second, weight(1), rows);
+        } else {
+          float part[N / 2];
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            if constexpr (kTakeTurns<kQuant>) named_barrier_sync(kTurnBarrier + threadIdx.x / 128, kConsumers);
+            wgmma_fence(part);
+            wgmma_arrive();
+            multiply<WgmmaType::kE4m3, kSteps, false, N>(part, a + m * kTile + 2 * from, b + 2 * from);
+            wgmma_commit();
+            if constexpr (kTakeTurns<kQuant>) named_barrier_arrive(kTurnBarrier + 1 - threadIdx.x / 128, kConsumers);
+            wgmma_wait<0>();
+            wgmma_fence(part);
+            promote<T::kBlock, N>(acc[m], part, weight(m), rows);
+          }
+        }
+      };
+      run(0, 0);
+      if constexpr (T::kGroups == 2) {
+        if ((k + 1) * 128 <= p.k_bytes) run(2, 1);
+      }
+      release();
+    }
+  }
+}
+
+// Calls run.operator()<N>() with the N of a token tile: its width, up to 64 rounded up to 16.
+template <class Run>
+__device__ __forceinline__ void with_width(int width, Run& run) {
+  const int n = width > 64 ? (width + 7) / 8 * 8 : (width + 15) / 16 * 16;
+  switch (n) {
+#define HPC_MOE_WIDTH(N)          \
+  case N:                         \
+    run.template operator()<N>(); \
+    break;
+    HPC_MOE_WIDTH(16)
+    HPC_MOE_WIDTH(32)
+    HPC_MOE_WIDTH(48)
+    HPC_MOE_WIDTH(64)
+    HPC_MOE_WIDTH(72)
+    HPC_MOE_WIDTH(80)
+    HPC_MOE_WIDTH(88)
+    HPC_MOE_WIDTH(96)
+    HPC_MOE_WIDTH(104)
+    HPC_MOE_WIDTH(112)
+    HPC_MOE_WIDTH(120)
+    HPC_MOE_WIDTH(128)
+#undef HPC_MOE_WIDTH
+  }
+}
+
+// Consumer warps: task after task, as the producers publish them. `Epilogue::run<N>(p, s, tile, parity, acc)` stores a
+// unit of a task; it is called by whole warpgroups.
+template <Gemm kGemm, Quant kQuant, bool kHalf, bool kDirect, class Epilogue>
+__device__ __forceinline__ void consume(const GemmParams& p, GemmSmem& s) {
+  const int group = uniform(threadIdx.x / 128);
+  const uint32_t full = smem_address(s.full);
+  Epilogue::prepare(p, s);
+  if (kTakeTurns<kQuant> && group == 1) named_barrier_arrive(kTurnBarrier, kConsumers);  // the first turn is group 0's
+  Ring ring;
+#pragma unroll 1
+  for (int turn = 0;; ++turn) {
+    mbarrier_wait(full + ring.stage() * 8, ring.phase());
+    const TurnTask& task = s.turns[turn % kTurns];
+    if (task.width == 0) break;
+    const bool two_tiles = Traits<kGemm, kQuant, kHalf>::kTwoTiles && task.second_rows > 0;
+    if (group > 0 && task.units < 2 && !two_tiles) {
+      skip_task<Traits<kGemm, kQuant, kHalf>::kGroups>(p, s, ring, take_turns<kGemm, kQuant, kDirect>(task.width));
+      continue;
+    }
+    const uint32_t first = two_tiles ? 0 : group;
+    const Operands at = {uniform(kLowBits + first * (kUnitBytes >> 4)),
+                         uniform(kLowBits + ((two_tiles && group ? kUnitBytes : 2 * kUnitBytes) >> 4)),
+                         two_tiles && group ? kMaxWidth : 0, static_cast<int>(first) * 2};
+    const auto run = [&]<int N>() {
+      float acc[2][N / 2];
+      multiply_task<kGemm, kQuant, kHalf, kDirect, N>(p, s, ring, at, acc);
+      Epilogue::template run<N>(p, s, task, group, turn & 1, acc);
+    };
+    with_width(task.width, run);
+  }
+}
+
+}  // namespace hpc::moe

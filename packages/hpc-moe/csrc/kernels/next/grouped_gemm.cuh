@@ -1,0 +1,106 @@
+// Grouped GEMM of the experts, second (gate-up) and third (down) of the four kernels: weights as M, tokens as N.
+//
+// Grid: one CTA an SM, persistent. 384 threads:
+//   warps 0-3, 4-7   two consumer warpgroups (grouped_consume.cuh); each owns one unit of the task and multiplies two
+//                    m64 tiles of it: gate-up: 64 columns of I (64 gate rows, then their 64 up rows); down: 128 of H;
+//   warps 8-11       producers (grouped_produce.cuh): find the CTA's tasks, gather rows of B (tokens through the
+//   routing
+//                    index, or rows of h) by cp.async into the 128-byte swizzle, with the scales; one thread also
+//                    brings the weights by TMA and publishes each task.
+// A task (grouped_tasks.cuh) is a token tile of an expert and one or two units, or one unit and two token tiles; those
+// of one expert and unit are neighbours, so that their weights come from L2 after the first. Shared memory: kStages x
+// (32 KB weights + 16 KB rows of B), scales of each stage, epilogue buffers, published tasks, barriers. Barriers:
+// full[s] (the TMA thread's arrival and bytes, one arrival a producer thread, when its cp.async have landed), empty[s]
+// (one a consumer warp). Before the first stage of a task its TurnTask is written; the TMA thread's arrival releases
+// it. K order: 128 bytes a stage; sums are promoted to fp32 registers every scale group (128, or 64 of I), per tensor
+// every 128, or not at all (down of up to kDirectK of K). It depends on nothing but the shape, so a row has the same
+// bits in every tile width. Rows of a tile beyond its count hold whatever shared memory held: they only reach their own
+// columns, which nobody stores. PDL: gate-up asks L2 for its likely first weights, then waits (the index is its
+// predecessor's). Down reads the index (two kernels old) and fills its first stages with weights before it waits for h.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include "hpc/cp_async.cuh"
+#include "hpc/mbarrier.cuh"
+#include "hpc/pdl.cuh"
+#include "hpc/tma.cuh"
+#include "hpc/wgmma_ss.cuh"
+#include "kernels/params.hpp"
+#include "kernels/quantise.cuh"
+
+// Variants of the K loop, both right, to be measured against the plain one; bits by Quant (2: block, 4: tensor).
+#ifndef HPC_MOE_TURNS
+#define HPC_MOE_TURNS 0  // of wide tiles: the warpgroups issue their products by turns, to be out of phase
+#endif
+#ifndef HPC_MOE_TWO_STAGES
+#define HPC_MOE_TWO_STAGES 0  // of narrower tiles: two stages at a time, so that the products stop half as often
+#endif
+
+namespace hpc::moe {
+
+enum class Gemm { kUp, kDown };
+
+constexpr int kStages = 4;
+constexpr int kMaxWidth = 128;         // widest token tile
+constexpr int kUnitBytes = 128 * 128;  // weights of a unit in a stage: two m64 tiles of 128 bytes a row
+constexpr int kStageBytes = 2 * kUnitBytes + kMaxWidth * 128;
+constexpr int kScaleFloats = 2 * kMaxWidth + 8;  // a stage's scales: B [2 groups or tiles][width], weights [2][4]
+constexpr int kConsumers = 256, kProducers = 128;
+constexpr int kGemmThreads = kConsumers + kProducers;
+constexpr int kOutRow = 64 + 16;  // bytes of a staged output row (64 e4m3), padded against conflicts
+constexpr uint32_t kNoRow = ~0u;
+constexpr int kTurns = 8;       // published tasks: more than producers can be ahead (kStages + 1)
+constexpr int kDirectK = 1536;  // of K that the tensor core sums by itself (per tensor, down): off by 0.0015 in rms
+
+// A task as its CTA sees it.
+struct TurnTask {
+  int32_t row;            // first row of the token tile
+  float scale;            // per tensor: of the expert's weights and of B
+  uint16_t expert, unit;  // first unit
+  uint8_t rows, width;    // of the tile; width 0: no more tasks
+  uint8_t units;          // 1 or 2: warpgroup g has unit + g; 0: nothing to do
+  uint8_t second_rows;    // not 0: one unit and two tiles, warpgroup 1 has the one that follows, with so many rows
+};
+static_assert(sizeof(TurnTask) == 16);
+
+struct GemmSmem {
+  alignas(1024) uint8_t stage[kStages][kStageBytes];
+  alignas(16) float scale[kStages][kScaleFloats];
+  alignas(16) uint8_t out[2][kMaxWidth * kOutRow];  // gate-up: one a warpgroup
+  float amax[2][8][kMaxWidth];                      // gate-up: by parity of the task, a row a warp
+  float inverse[2][kMaxWidth];                      // gate-up: one a warpgroup
+  float fixed_inverse;                              // gate-up, per tensor: factor that quantises
+  alignas(16) TurnTask turns[kTurns];
+  alignas(8) uint64_t full[kStages];
+  uint64_t empty[kStages];
+  uint16_t token[2 * kMaxWidth];  // gate-up: tokens of the producers' tiles
+};
+constexpr int kGemmSmemBytes = sizeof(GemmSmem) + 1024;  // the start is aligned by hand
+static_assert(kGemmSmemBytes <= 232448, "227 KB a CTA");
+
+// Where a ring of kStages stands: how many stages were passed.
+struct Ring {
+  uint32_t count = 0;
+  __device__ __forceinline__ uint32_t stage() const { return count % kStages; }
+  __device__ __forceinline__ uint32_t phase() const { return count / kStages & 1; }
+};
+
+// Elements of I that share a scale are 64 (kHalf) or 128; gate-up's K groups are 128 of H always.
+template <Gemm kGemm, Quant kQuant, bool kHalf>
+struct Traits {
+  static constexpr bool kBlock = kQuant == Quant::kBlock;
+  static constexpr int kGroups = kBlock && kHalf && kGemm == Gemm::kDown ? 2 : 1;  // scale groups a stage
+  static constexpr int kRowBlock = kGemm == Gemm::kUp && kHalf ? 64 : 128;         // weight rows that share a scale
+  // Scale groups of 128 columns of I span both units of a task: units then come in pairs only, and stay together.
+  static constexpr bool kPairsOnly = kGemm == Gemm::kUp && kBlock && !kHalf;
+  static constexpr bool kTwoTiles = kGemm == Gemm::kUp && !kPairsOnly;  // tasks of one unit and two tiles
+};
+
+// Place of the scale of row r of B in a stage: a thread's rows 8 j + 2 t + c of two neighbouring j are four floats.
+__device__ __forceinline__ int scale_place(int row) {
+  return (row & ~15) | (row & 6) << 1 | (row & 8) >> 2 | (row & 1);
+}
+
+}  // namespace hpc::moe

@@ -1,0 +1,106 @@
+"""The grouped GEMMs and the reduction on a CPU: their sources compiled against an emulation of thread blocks.
+
+The kernels of csrc/kernels/ and those of csrc/kernels/next/, which no GPU has run; emulation/emulation.hpp says what is
+emulated and what is not. Planted faults must be found.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+CSRC = HERE.parent / "csrc"
+# What is PTX in the kernels' own files, and what takes its place.
+PTX = (
+    (r'asm volatile\("setmaxnreg[^;]*;"\);', ""),
+    (r'asm volatile\("cp\.async\.bulk\.prefetch[^;]*;"(?:[^;]|;(?=\"))*?"memory"\);', ""),
+    (r'asm volatile\("bar\.arrive %0, %1;"[^;]*\);', "emulation::barrier_arrive(id, threads);"),
+    (r'asm\("min\.NaN[^;]*;"[^;]*\);', "v = a != a || b != b ? NAN : (a < b ? a : b);"),
+    (r'asm\("max\.NaN[^;]*;"[^;]*\);', "v = a != a || b != b ? NAN : (a > b ? a : b);"),
+    (r'asm\("ex2[^;]*;"[^;]*"f"\((.*?)\)\);', r"power = std::exp2(\1);"),
+    (r'asm\("rcp[^;]*;"[^;]*"f"\((.*?)\)\);', r"inverse = 1.0f / (\1);"),
+)
+# number -> (text in the kernels, the same with the fault); each must be found in some case.
+FAULTS = {
+    1: ("full, k * 128, 0, 0, row", "full, (emulation::fault == 1 && k == 1 ? 0 : k * 128), 0, 0, row"),
+    2: ("s.token[row]", "s.token[emulation::fault == 2 && row > 0 ? row - 1 : row]"),
+}
+CASES = (
+    "tensor,9,2,3,256,192,2,random,0",
+    "tensor,5,2,2,384,64,3,random,1",
+    "tensor,4,2,3,128,64,2,none,0",
+    "tensor,129,1,2,256,192,3,one,0",
+    "tensor,270,1,2,128,192,2,one,0",
+    "tensor,60,8,40,128,64,2,random,0",
+    "tensor,70,2,3,640,320,5,random,0",
+    "block,40,2,3,256,192,2,random,0",
+    "block,90,1,2,256,192,2,one,0",
+    "block,130,1,2,256,256,3,one,0",
+    "block,75,1,2,256,128,2,one,0",
+    "none,60,2,3,128,192,3,random,0",
+)
+
+
+def sources(folder: pathlib.Path) -> None:
+    """Copies of the kernels with what is PTX replaced and the faults planted."""
+    shutil.copytree(CSRC / "kernels", folder / "kernels")
+    planted = set()
+    for path in (folder / "kernels").rglob("*.cuh"):
+        text = path.read_text().replace("extern __shared__", "extern")
+        for pattern, stand_in in PTX:
+            text = re.sub(pattern, stand_in, text, flags=re.DOTALL)
+        for number, (right, wrong) in FAULTS.items():
+            if right in text:
+                planted.add((number, path.parent.name))
+                text = text.replace(right, wrong)
+        path.write_text(text)
+    assert planted == {(number, name) for number in FAULTS for name in ("kernels", "next")}
+
+
+def cuda_headers() -> pathlib.Path | None:
+    """Where nvcc says its toolkit's headers are."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    said = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-E", "/dev/null"], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.*)$", said, re.MULTILINE)
+    folder = pathlib.Path(top[1].strip()) / "include" if top else None
+    return folder if folder and (folder / "cuda_fp8.h").is_file() else None
+
+
+VARIANTS = ["", "-DHPC_MOE_NEXT=1"]
+if os.environ.get("HYPOTHESIS_PROFILE", "dev") != "dev":  # half a minute to compile each
+    VARIANTS.append("-DHPC_MOE_NEXT=1 -DHPC_MOE_TURNS=6 -DHPC_MOE_TWO_STAGES=6")
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The driver with the kernels that ``param`` chooses."""
+    compiler, headers = shutil.which("g++"), cuda_headers()
+    if compiler is None or headers is None:
+        pytest.skip("needs g++ and CUDA's headers beside nvcc")
+    folder = tmp_path_factory.mktemp("emulated")
+    sources(folder)
+    includes = [HERE / "emulation", folder, CSRC, HERE.parents[2] / "common" / "include", headers]
+    command = [compiler, "-std=c++20", "-O1", "-w", *request.param.split(), *(f"-I{each}" for each in includes)]
+    files = [HERE / "emulation" / name for name in ("driver.cpp", "emulation.cpp")]
+    subprocess.run([*command, *files, "-o", folder / "driver"], check=True, timeout=300)
+    return folder / "driver"
+
+
+def run(program: pathlib.Path, fault: int, *cases: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, str(fault), *cases], capture_output=True, text=True, timeout=300)
+
+
+def test_each_kernel_against_double_precision(program: pathlib.Path) -> None:
+    done = run(program, 0, *CASES)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(program: pathlib.Path, fault: int) -> None:
+    assert run(program, fault, CASES[0], CASES[7]).returncode == 1
