@@ -83,7 +83,7 @@ def test_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not three.equal(two)
     assert module.linear_bf16_fp32(x, weight).equal(three)
     assert module.linear_bf16_fp32(x, weight, hpc_kernel_min_m=16).equal(two)
-    monkeypatch.setattr(module, "_linear_bf16_fp32_algo", "hpc")
+    monkeypatch.setattr(placed(), "two_terms", True)
     assert module.linear_bf16_fp32(x, weight).equal(two)
     assert counters.calls == {"router.linear": 3}
     wide = torch.stack([x, x], 2)[:, :, 0]
@@ -95,7 +95,7 @@ def test_linear(monkeypatch: pytest.MonkeyPatch) -> None:
         module.linear_bf16_fp32(x[:, :4], weight[:, :4]) + module.linear_bf16_fp32(x[:, 4:], weight[:, 4:]),
     ):
         assert (result.double() - exact).abs().max() < 1e-4
-    monkeypatch.setattr(compat, "deterministic", lambda: True)
+    monkeypatch.setattr(placed(), "deterministic", True)
     assert module.linear_bf16_fp32(x, weight).equal(torch.mm(x.float(), weight.t()))
     assert not counters.calls
 

@@ -231,9 +231,14 @@ def test_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compat, "deterministic", lambda invariant=invariant: invariant)
         block = hunyuan()
         runner = SimpleNamespace(model=model_of(block), model_config=SimpleNamespace(dtype=torch.bfloat16))
-        RouterHooks(Record(), None).loaded(None, runner)
+        hooks = RouterHooks(Record(), None)
+        hooks.loaded(None, runner)
         scores_of(block, batch())
-        assert seen.pop() == {"batch_invariant": invariant}
+        assert seen.pop() == {"batch_invariant": invariant} and hooks.deterministic is invariant
+        assert not hooks.two_terms
+    monkeypatch.setattr(compat.find(*compat.LINEAR_BF16_FP32), "_linear_bf16_fp32_algo", "hpc")
+    hooks.loaded(None, runner)
+    assert hooks.two_terms  # the user asked SGLang for its kernel of two terms
 
 
 @pytest.fixture

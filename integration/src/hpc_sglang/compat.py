@@ -72,7 +72,8 @@ def version_note() -> str:
 def find(*paths: str) -> Any:
     """The first of ``paths`` ("package.module:name.attribute", or a module) that exists.
 
-    Raises Missing, naming all of them and the installed version, where none does.
+    Raises Missing, naming all of them and the installed version, where none does; ModuleNotFoundError where a module is
+    there and something that it imports is not.
     """
     for path in paths:
         module, _, name = path.partition(":")
@@ -80,7 +81,11 @@ def find(*paths: str) -> Any:
             found: Any = importlib.import_module(module)
             for part in name.split(".") if name else ():
                 found = getattr(found, part)
-        except (ModuleNotFoundError, AttributeError):
+        except AttributeError:
+            continue
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
             continue
         return found
     raise Missing(f"sglang {sglang_version()} has no {' or '.join(paths)}")
@@ -208,7 +213,7 @@ def _setting(namespace: str, path: str, default: Any) -> Any:
         value = find(f"sglang.srt.runtime_context:{namespace}")()
         for part in path.split("."):
             value = getattr(value, part)
-    except (Missing, AttributeError, ValueError, RuntimeError, AssertionError):
+    except (ImportError, AttributeError, ValueError, RuntimeError, AssertionError):
         return default
     return value
 

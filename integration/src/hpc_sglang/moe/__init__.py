@@ -44,6 +44,7 @@ class MoeHooks:
         self.record = record
         self.workspaces = Workspaces()
         self.upstream: Any = None
+        self.combine: Any = None
         self.layers = 0
 
     def failed(self, reason: str) -> None:
@@ -59,13 +60,14 @@ class MoeHooks:
             compat.find("sglang.srt.layers.moe.moe_runner.hpc_ops")
             found = original(pool, dispatch_name, runner_name)
         self.upstream = found
+        self.combine = compat.find("sglang.srt.layers.moe.token_dispatcher.standard:StandardCombineInput")
         return self.run
 
     def run(self, dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
         """One layer's experts: ours where the layer carries an Experts, else SGLang's own function."""
         if isinstance(quant_info, Experts):
             out = quant_info.run(dispatch_output.hidden_states, dispatch_output.topk_output, self.workspaces)
-            return compat.find("sglang.srt.layers.moe.token_dispatcher.standard:StandardCombineInput")(out)
+            return self.combine(out)
         return self.upstream(dispatch_output, quant_info, runner_config)
 
     def make_runner(

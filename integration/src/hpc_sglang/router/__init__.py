@@ -46,12 +46,17 @@ def register(record: Record) -> None:
 
 
 class RouterHooks:
-    """The hooks, and what they share. active: whether gates may be taken over."""
+    """The hooks, and what they share.
+
+    active: whether gates may be taken over. deterministic, two_terms: what the server was started with, known once a
+    model is loaded; read at every call, so not asked for again.
+    """
 
     def __init__(self, record: Record, terms: int | None) -> None:
         self.record = record
         self.terms = terms
         self.active = True
+        self.deterministic = self.two_terms = False
         self._found: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # model, or draft model -> gates.Found
 
     def failed(self, reason: str) -> None:
@@ -67,11 +72,12 @@ class RouterHooks:
 
         if not self.active:
             return
+        self.deterministic, self.two_terms = compat.deterministic(), compat.two_term_linear()
         if runner.model_config.dtype != torch.bfloat16:
             self.record.not_used(ROUTER, f"the model runs in {runner.model_config.dtype}, not bfloat16")
             return
         try:
-            self._found[runner.model] = gates.install(runner.model, self.terms, compat.deterministic())
+            self._found[runner.model] = gates.install(runner.model, self.terms, self.deterministic)
         except Exception as error:
             text = str(error).strip().splitlines()
             self.record.not_used(ROUTER, f"taking the gates over failed: {text[0] if text else type(error).__name__}")
@@ -94,13 +100,18 @@ class RouterHooks:
         finally:
             gates.refresh(updater.get_model())
 
-    def linear(self, original: Any, x: Any, y: Any, **kwargs: Any) -> Any:
-        """linear_bf16_fp32."""
+    def linear(self, original: Any, x: Any, y: Any, hpc_kernel_min_m: int | None = None) -> Any:
+        """linear_bf16_fp32; hpc_kernel_min_m is given where SGLang has a kernel of two terms for the weight's size."""
+        import torch
+
         from .linear import linear_bf16_fp32
 
-        if not self.active:
-            return original(x, y, **kwargs)
-        return linear_bf16_fp32(original, x, y, self.terms, **kwargs)
+        # A bf16 weight has nothing to lose in SGLang's function. An fp32 one never goes there: its kernel of two terms
+        # keeps a split weight that no update reaches.
+        if not self.active or y.dtype != torch.float32:
+            return original(x, y, hpc_kernel_min_m=hpc_kernel_min_m)
+        two_terms = hpc_kernel_min_m is not None or self.two_terms
+        return linear_bf16_fp32(x, y, self.terms or (2 if two_terms else 3), self.deterministic)
 
     def keeps_old_weights(self, original: Any) -> bool:
         """hpc_bf16xfp32_gemm_enabled, by which SGLang refuses weight updates: no split weight of its own is in use."""

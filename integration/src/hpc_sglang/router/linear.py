@@ -1,31 +1,20 @@
 """SGLang's linear_bf16_fp32 for fp32 weights: x @ y.T in fp32, from a weight that others own."""
 
-from typing import Any
-
 import hpc_router_gemm
 import torch
 
-from .. import compat
 from ..counters import count
 
 
-def linear_bf16_fp32(
-    original: Any, x: torch.Tensor, y: torch.Tensor, terms: int | None, hpc_kernel_min_m: int | None = None
-) -> torch.Tensor:
-    """Scores [M, N] fp32 of x [M, K] and y [N, K].
+def linear_bf16_fp32(x: torch.Tensor, y: torch.Tensor, terms: int, deterministic: bool) -> torch.Tensor:
+    """Scores [M, N] fp32 of x [M, K] and an fp32 y [N, K].
 
-    A bf16 ``y`` goes to SGLang's function, which then has nothing to lose. An fp32 one never does: its kernel of two
-    terms keeps a split weight that no update reaches. Two terms where SGLang would use that kernel, else three, unless
-    ``terms`` says otherwise; what hpc_router_gemm does not take is multiplied in fp32.
+    What hpc_router_gemm does not take is multiplied in fp32, and everything where the result must not depend on the
+    batch: hpc_router_gemm.linear has no batch-invariant form.
     """
-    if y.dtype != torch.float32:
-        return original(x, y, hpc_kernel_min_m=hpc_kernel_min_m)
     takes = x.dtype == torch.bfloat16 and x.dim() == y.dim() == 2 and x.shape[1] % 8 == 0
-    # hpc_router_gemm.linear has no batch-invariant form.
-    if not takes or compat.deterministic():
+    if not takes or deterministic:
         return torch.mm(x.float(), y.t())
-    if terms is None:
-        terms = 2 if hpc_kernel_min_m is not None or compat.two_term_linear() else 3
     count("router.linear")
     return hpc_router_gemm.linear(_rows(x), _rows(y), terms)
 
