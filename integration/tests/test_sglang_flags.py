@@ -176,6 +176,14 @@ def test_modules_are_hooked_when_they_are_imported(tmp_path: Any, monkeypatch: p
     assert module.A().f(1) == 20  # a second hook, on a module that is there
 
 
+def test_a_missing_need_is_not_a_missing_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a module of SGLang's imports and is not there is named itself, not that module."""
+    (tmp_path / "hpc_sglang_probe_2.py").write_text("import hpc_no_such_package\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="hpc_no_such_package"):
+        compat.find("hpc_sglang_probe_2:name")
+
+
 def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, words in (
         ("0.5.17", ""),

@@ -88,6 +88,8 @@ def test_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counters.calls == {"router.linear": 3}
     wide = torch.stack([x, x], 2)[:, :, 0]
     assert module.linear_bf16_fp32(wide, weight).equal(two)
+    monkeypatch.setattr(placed(), "terms", 1)
+    assert module.linear_bf16_fp32(x, weight).equal(hpc_router_gemm.linear(x, weight, 1))
     counters.reset()
     exact = reference.scores(x, weight)
     for result in (
