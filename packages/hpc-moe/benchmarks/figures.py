@@ -76,8 +76,8 @@ def table(document: Mapping) -> str:
     kernels = document["build"]["hpc_moe"].get("committed_as") or document["build"]["hpc_moe"]["git"]
     lines = [
         f"Microseconds a call on one {document['device']}, {document['date']}, kernels of {kernels}: CUDA graph",
-        "replay, cold, top-8, e4m3 activations, uniform ids. Floor: what a streaming kernel takes for the weights of the",
-        "experts hit, or the arithmetic at 1.3 PFLOP/s.",
+        "replay, cold, top-8, e4m3 activations, uniform ids. Floor: what a streaming kernel takes for the weights of",
+        "the experts hit, or the arithmetic at 1.3 PFLOP/s.",
         "",
         "| layer | tokens | per tensor | by block | floor |",
         "|---|--:|--:|--:|--:|",
