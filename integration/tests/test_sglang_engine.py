@@ -105,7 +105,7 @@ def check_update(updated: dict[str, Any], before: list[list[int]]) -> None:
 def test_greedy_tokens_are_transformers(driver: Driver, model: str) -> None:
     page_size = MODELS[model]
     update = {"update": str(driver.folder / "another gate")} if model == "hunyuan-v3" else {}
-    result = driver.run(model, args={**ARGS, "page_size": page_size}, **update)
+    result = driver.run(model, args={**ARGS, "page_size": page_size}, environment=ENVIRONMENT, **update)
     check_tokens(model, result)
     # The second round's prompts begin with 200, 130 and 150 tokens of the first's, the last with none.
     assert result["cached"] == [[0] * 8, [shared // page_size * page_size for shared in (200, 130, 150, 0)]]
