@@ -319,6 +319,12 @@ def test_layers_left_to_sglang(hooked: Record, monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(Fp8MoEMethod._get_hpc_ops_quant_info(mixed.method, mixed.prepare()), HpcOpsMoeQuantInfo)
 
 
+def test_weights_that_are_only_prepared() -> None:
+    layer = Layer("block")
+    del layer.moe_runner_config
+    assert layer.prepare().hpc_ops_w2_weight_scale.shape == (EXPERTS, 5, 4) and not hasattr(layer, "hpc_experts")
+
+
 def test_other_runners_are_untouched() -> None:
     from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
     from sglang.srt.layers.moe.moe_runner.triton import fused_experts_none_to_triton

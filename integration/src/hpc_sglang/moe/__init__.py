@@ -84,8 +84,10 @@ class MoeHooks:
                 raise ValueError(f"{FLAG}: {self.record.reason(MOE)}")
         original(runner, runner_backend, config, lora_enabled)
 
-    def prepare(self, original: Any, method: Any, layer: Any) -> None:
+    def prepare(self, original: Any, method: Any, layer: Any) -> Any:
         """Fp8MoEMethod._prepare_hpc_ops_weights, when a layer's weights are loaded: decides who runs the layer."""
+        if not hasattr(layer, "moe_runner_config"):  # weights that this method only prepares; another one runs them
+            return original(method, layer)
         experts = Experts(layer, method, compat.deterministic())
         reason = self.record.reason(MOE) or experts.why_not()
         if not reason:
@@ -93,12 +95,12 @@ class MoeHooks:
             self.workspaces.reserve(experts, compat.prefill_tokens())
             self.layers += 1
             self.record.used(MOE, f"{experts.describe()}, in {self.layers} layers")
-            return
+            return None
         layer.hpc_experts = None
         if not compat.upstream_hpc():
             raise ValueError(f"{FLAG}: {reason}. Serve this model with another --moe-runner-backend")
         self.record.note(f"moe: SGLang's own hpc_ops function runs some layers: {reason}")
-        original(method, layer)
+        return original(method, layer)
 
     def quant_info(self, original: Any, method: Any, layer: Any) -> Any:
         """Fp8MoEMethod._get_hpc_ops_quant_info, at every call of a layer: the layer's Experts where it has one."""
