@@ -139,7 +139,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   const uint8_t* x = bytes_at(c.x, begin * c.x_stride * x_element);
   const IndexParams index = index_params(c, config, begin, tokens, routing);
   const QuantiseParams q = quantise ? quantise_x_params(c, config, x, tokens) : QuantiseParams{};
-  launch_index(c.quant, index, q, config.rule, c.ids_are_int64, num_sms, stream);
+  if (c.kernels & 1u) launch_index(c.quant, index, q, config.rule, c.ids_are_int64, num_sms, stream);
 
   const int scale_block = config.act_group;
   GemmParams up{};
@@ -172,7 +172,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   up.weight_rows = 2 * c.intermediate;
   up.top_k = c.top_k;
   up.swiglu_limit = c.swiglu_limit;
-  launch_gate_up(c.quant, half, up_map, up, config.up_grid, stream);
+  if (c.kernels & 2u) launch_gate_up(c.quant, half, up_map, up, config.up_grid, stream);
 
   GemmParams down{};
   down.routing = routing;
@@ -197,9 +197,9 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   down.out_columns = c.hidden;
   down.weight_rows = c.hidden;
   down.top_k = c.top_k;
-  launch_down(c.quant, half, down_map, down, config.down_grid, stream);
+  if (c.kernels & 4u) launch_down(c.quant, half, down_map, down, config.down_grid, stream);
 
-  launch_reduce(reduce_params(c, begin, tokens, down.out, routing.slot_to_row), num_sms, stream);
+  if (c.kernels & 8u) launch_reduce(reduce_params(c, begin, tokens, down.out, routing.slot_to_row), num_sms, stream);
 }
 
 }  // namespace

@@ -40,6 +40,8 @@ struct Call {
   void* workspace;  // config.layout.bytes
   void* out;        // [tokens, H] bf16
   int64_t out_stride;
+  // Bits of the chunk's kernels to launch (index, gate-up, down, reduction), so that benchmarks can time them apart.
+  uint32_t kernels = ~0u;
 };
 
 // Launches the call on the current device: four kernels a chunk, two where the regime is low. Throws
