@@ -1,6 +1,8 @@
 // Times of fused_moe's kernels without Python; built and run by variants.py, once for each variant.
 //
-//   program FOLDER save|compare CASE...        CASE: layer:tokens:tensor|block, e.g. hy3-ep8:2048:tensor
+//   program FOLDER save|compare CASE...     CASE: layer:tokens:tensor|block[:mid], e.g. hy3-ep8:2048:tensor
+//
+// `mid` takes the kernels of larger calls for few tokens too.
 //
 // Prints for each case the time of a call and of its four kernels (CUDA graph replay, cold: the weights exceed L2), and
 // how its output differs from the one that the variant run with `save` left in FOLDER.
@@ -160,10 +162,10 @@ std::string verdict(const std::string& path, bool save, const std::vector<uint16
 }
 
 void run_case(const std::string& name, const std::string& folder, bool save) {
-  std::string text = name, layer, quant_name;
+  std::string text = name, layer, quant_name, regime;
   std::replace(text.begin(), text.end(), ':', ' ');
   int tokens = 0;
-  std::istringstream(text) >> layer >> tokens >> quant_name;
+  std::istringstream(text) >> layer >> tokens >> quant_name >> regime;
   const auto* shape =
       std::find_if(std::begin(kShapes), std::end(kShapes), [&](const Shape& s) { return s.name == layer; });
   hpc::check(shape != std::end(kShapes) && tokens > 0, "variants", "case", "layer:tokens:tensor or block", name);
@@ -172,8 +174,8 @@ void run_case(const std::string& name, const std::string& folder, bool save) {
   const auto e = static_cast<size_t>(shape->experts), h = static_cast<size_t>(shape->hidden);
   const auto i = static_cast<size_t>(shape->inter), t = static_cast<size_t>(tokens), b = i % 128 ? size_t{64} : 128;
   const int num_sms = hpc::device_properties(0).num_sms;
-  const Config config = make_config(
-      {tokens, kTopK, shape->experts, shape->all_experts, shape->hidden, shape->inter, quant, false, false, num_sms});
+  const Config config = make_config({tokens, kTopK, shape->experts, shape->all_experts, shape->hidden, shape->inter,
+                                     quant, false, regime == "mid", num_sms});
   cudaStream_t stream;
   cuda_check(cudaStreamCreate(&stream), "cudaStreamCreate");
   Memory memory;
