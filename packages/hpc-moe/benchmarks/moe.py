@@ -1,6 +1,6 @@
 """Times of ``fused_moe`` on a Hopper GPU: the rows ``moe-block``, ``moe-tensor`` and ``moe-bf16``.
 
-    python packages/hpc-moe/benchmarks/moe.py --json results.json [--op moe-block] [--case tp8] [--peers]
+    python packages/hpc-moe/benchmarks/moe.py --json results.json [--op moe-block] [--case tp8] [--peers] [--bf16-x]
 
 A row's name is the model's shape and the tokens of the call: ``hy3-tp8 m=16``. Activations come as e4m3 (``moe-bf16``:
 bf16), ids are uniform over the experts without repetition in a token. Each buffer set is one layer's ids and
@@ -182,8 +182,12 @@ def run(
     device: str = "cuda",
     before: Callable[[str], None] = lambda name: None,
     with_peers: bool = False,
+    with_bf16: bool = False,
 ) -> list[Row]:
-    """Rows of ``ops`` whose case contains ``match``, printed as they come; ``before`` gets each row's name first."""
+    """Rows of ``ops`` whose case contains ``match``, printed as they come; ``before`` gets each row's name first.
+
+    ``with_bf16``: beside each FP8 row the same call with bf16 activations, quantised inside.
+    """
     rows = []
     for op in ops:
         quant = {"moe-block": "block", "moe-tensor": "tensor", "moe-bf16": "none"}[op]
@@ -196,6 +200,9 @@ def run(
                 name = f"{shape.name} m={tokens}"
                 before(f"{op} {name}")
                 beside = [Candidate(op, name, "ours", calls(shape, tokens, quant, weights, device))]
+                if with_bf16 and quant != "none":
+                    own = calls(shape, tokens, quant, weights, device, torch.bfloat16)
+                    beside.append(Candidate(op, name, "ours, bf16 x", own))
                 if with_peers:
                     beside += peer_candidates(op, name, shape, tokens, quant, weights, device)
                 rows += (latest := measure(beside))
@@ -235,8 +242,9 @@ def main() -> None:
     parser.add_argument("--op", default="moe-tensor,moe-block", help="comma-separated: moe-tensor, moe-block, moe-bf16")
     parser.add_argument("--case", default="", help="only cases that contain this")
     parser.add_argument("--peers", action="store_true", help="other implementations too")
+    parser.add_argument("--bf16-x", action="store_true", help="bf16 activations too, beside e4m3 ones")
     args = parser.parse_args()
-    rows = run(tuple(args.op.split(",")), args.case, with_peers=args.peers)
+    rows = run(tuple(args.op.split(",")), args.case, with_peers=args.peers, with_bf16=args.bf16_x)
     if args.json:
         write_results(args.json, results(rows, hpc_moe._C.build_info()))
 
