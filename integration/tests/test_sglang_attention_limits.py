@@ -104,7 +104,7 @@ class Maker:
         monkeypatch.setattr(factory, "record", self.record)
         monkeypatch.setattr(factory, "refusal", lambda server, layers: f"{server.flag}: {reason}" if reason else "")
         plan = SimpleNamespace(workspace_bytes=2**20)
-        ours = SimpleNamespace(plans={1: {"shape": plan}}, shapes={0: "shape", 1: "shape"})
+        ours = SimpleNamespace(plans={1: {"shape": plan}}, shapes={0: "shape", 1: "shape"}, needs_cpu_seq_lens=False)
         monkeypatch.setattr(factory, "HpcAttentionBackend", lambda *_: ours)
         for name, value in {
             "attention_backends": (prefill, decode), "attention_layers": [], "speculative": (None, 0, 1),
@@ -113,10 +113,9 @@ class Maker:
             monkeypatch.setattr(factory.compat, name, lambda *_, value=value: value)
         monkeypatch.setitem(attention_registry.ATTENTION_BACKENDS, "fa3", lambda runner: "fa3's")
         monkeypatch.setattr(factory, "best_prefill", lambda: "fa3")
-        monkeypatch.setattr(
-            hybrid_attn_backend, "HybridAttnBackend",
-            lambda runner, prefill_backend, decode_backend: ("pair", prefill_backend, decode_backend),
-        )  # fmt: skip
+        flags = dict(spec_attn_is_decode=False, spec_attn_is_prefill=True)
+        pair = lambda runner, **backends: SimpleNamespace(**backends, **flags)  # noqa: E731
+        monkeypatch.setattr(hybrid_attn_backend, "HybridAttnBackend", pair)
         self.ours, self.said = ours, []
         self.record.note = self.said.append  # type: ignore[method-assign]
         self.create = lambda: factory.create(self.runner)
@@ -124,7 +123,10 @@ class Maker:
 
 def test_on_a_gpu_prefill_is_the_best_installed_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     make = Maker(monkeypatch, "cuda", "hpc", "hpc")
-    assert make.create() == ("pair", "fa3's", make.ours)
+    made = make.create()
+    assert (made.prefill_backend, made.decode_backend) == ("fa3's", make.ours)
+    # Draft chains are verified by ours, whatever the flag's default.
+    assert made.spec_attn_is_decode and not made.spec_attn_is_prefill and made.needs_cpu_seq_lens is False
     assert make.said == [
         "attention: decode by hpc_attention (2 layers, 1 plan(s), 1.0 MiB of workspace); prefill by fa3, the best "
         "installed: hpc_attention has no GPU kernel for it yet"

@@ -42,7 +42,12 @@ def create(runner: Any) -> Any:
     record.note(f"attention: {said}; prefill by {best}, the best installed: hpc_attention has no GPU kernel for it yet")
     pair = compat.find("sglang.srt.layers.attention.hybrid_attn_backend:HybridAttnBackend")
     backends = compat.find("sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS")
-    return pair(runner, prefill_backend=backends[best](runner), decode_backend=ours)
+    made = pair(runner, prefill_backend=backends[best](runner), decode_backend=ours)
+    # Draft chains are verified by ours: the user has chosen no prefill backend that --speculative-attention-mode could
+    # mean (its default is prefill).
+    made.spec_attn_is_decode, made.spec_attn_is_prefill = True, False
+    made.needs_cpu_seq_lens = ours.needs_cpu_seq_lens
+    return made
 
 
 def facts(runner: Any, flag: str) -> Server:
