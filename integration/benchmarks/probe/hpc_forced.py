@@ -2,7 +2,8 @@
 
 What an engine would have said, and with what probability, then depends on one token's decode step at a time, not on
 which of two close tokens it chose earlier. ``Sampler.forward`` is replaced: the token of a position is ``token_at``;
-kept are its logprob and that of the likeliest token, for each request of the batch.
+kept are the position, its logprob and that of the likeliest token. A position names the request, where prompts' lengths
+are further apart than what is generated.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-rows: list[list[list[float]]] = []
+rows: list[list[float]] = []
 
 
 def token_at(positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -26,15 +27,16 @@ def forward(sampler: Any, logits_output: Any, *args: Any, **kwargs: Any) -> torc
     logits = logits_output.next_token_logits.float()
     said = token_at(positions, logits.shape[1])
     logprobs = logits.log_softmax(1)
-    rows.append(torch.stack([logprobs.gather(1, said[:, None])[:, 0], logprobs.max(1).values], 1).tolist())
+    forced = logprobs.gather(1, said[:, None])[:, 0]
+    rows.extend(torch.stack([positions.double(), forced.double(), logprobs.max(1).values.double()], 1).tolist())
     return said.int()
 
 
 def report(scheduler: Any, path: str) -> None:
-    """Write the steps kept so far, [step][request][2], and what this process's operators counted; then forget them."""
+    """Write the rows kept so far and what this process's operators counted; then forget them."""
     from hpc_sglang.counters import calls
 
-    seen = {"steps": rows, "calls": dict(calls), "pid": os.getpid()}
+    seen = {"rows": rows, "calls": dict(calls), "pid": os.getpid()}
     pathlib.Path(path).write_text(json.dumps(seen))
     rows.clear()
 

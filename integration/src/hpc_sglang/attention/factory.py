@@ -31,12 +31,12 @@ def create(runner: Any) -> Any:
     ours = HpcAttentionBackend(runner, server, layers)
     plans = [plan for made in ours.plans.values() for plan in made.values()]
     size = sum(plan.workspace_bytes for plan in plans) / 2**20
-    said = f"decode by hpc_attention ({len(ours.shapes)} layers, {len(plans)} plan(s), {size:.1f} MiB of workspace)"
-    if not on_gpu:
-        record.note(f"attention: {said}; prefill by hpc_attention")
-        return ours
-    if prefill != NAME:
-        record.note(f"attention: {said}; prefill by {prefill}")
+    hint = ", which a lower --max-running-requests makes smaller" if size > 512 else ""  # batch-invariant plans
+    said = (
+        f"decode by hpc_attention ({len(ours.shapes)} layers, {len(plans)} plan(s), {size:.1f} MiB of workspace{hint})"
+    )
+    if prefill != NAME or not on_gpu:
+        record.note(f"attention: {said}; prefill by {'hpc_attention' if prefill == NAME else prefill}")
         return ours
     best = best_prefill()
     record.note(f"attention: {said}; prefill by {best}, the best installed: hpc_attention has no GPU kernel for it yet")
