@@ -4,7 +4,7 @@
     python3 device_check.py --backend triton --backend flashinfer --backend hpc
 
 One model with random weights (Qwen3-MoE; not a model that upstream's FP8 attention knows), served by every backend in
-an engine of its own; engines of one KV dtype run side by side. Requests of mixed lengths say tokens known beforehand
+an engine of its own, all side by side. Requests of mixed lengths say tokens known beforehand
 (``probe/hpc_forced.py``), and the logprobs of these are compared, step by step. The bound: this package's mean
 difference from each of the two other backends is at most 1.5 times the difference between those two.
 """
@@ -148,25 +148,27 @@ def main() -> None:
         model = str(pathlib.Path(folder, "model"))
         make_checkpoint(model, {**MODEL, **json.loads(options.settings)})
         print(f"checkpoint: {time.perf_counter() - begin:.0f} s", flush=True)
-        for kv in options.kv_cache_dtype or ["auto", "fp8_e4m3"]:
-            children = {
-                backend: start(backend, kv, model, folder, options.port + number, options)
-                for number, backend in enumerate(backends)
-            }
-            seen = {}
-            for backend, (child, out) in children.items():
-                if child.wait():
-                    good = False
-                    print(f"{backend} {kv}: failed\n{pathlib.Path(out + '.log').read_text()[-3000:]}", flush=True)
-                    continue
-                seen[backend] = json.loads(pathlib.Path(out).read_text())
-                check_complete(f"{backend} {kv}", seen[backend], lengths_of(options))
-                for line in pathlib.Path(out + ".log").read_text().splitlines():
-                    if "hpc-sglang: attention" in line:
-                        print(line, flush=True)
-            print(f"{kv}: {time.perf_counter() - begin:.0f} s", flush=True)
-            if len(seen) == len(backends):
-                lines, held = compare(kv, seen)
+        asked = [(kv, backend) for kv in options.kv_cache_dtype or ["auto", "fp8_e4m3"] for backend in backends]
+        children = {
+            (kv, backend): start(backend, kv, model, folder, options.port + 10 * number, options)
+            for number, (kv, backend) in enumerate(asked)
+        }
+        seen: dict[str, dict[str, dict[str, Any]]] = {}
+        for (kv, backend), (child, out) in children.items():
+            if child.wait():
+                good = False
+                print(f"{backend} {kv}: failed\n{pathlib.Path(out + '.log').read_text()[-3000:]}", flush=True)
+                continue
+            answers = seen.setdefault(kv, {})
+            answers[backend] = json.loads(pathlib.Path(out).read_text())
+            check_complete(f"{backend} {kv}", answers[backend], lengths_of(options))
+            for line in pathlib.Path(out + ".log").read_text().splitlines():
+                if "hpc-sglang: attention" in line:
+                    print(line, flush=True)
+            print(f"{backend} {kv}: {time.perf_counter() - begin:.0f} s", flush=True)
+            if len(answers) == len(backends):
+                lines, held = compare(kv, answers)
+                print("\n".join(lines), flush=True)
                 table, good = table + lines, good and held
     print("\nKV cache   pair                          mean |difference| of logprobs, times the others'")
     print("\n".join(table), flush=True)
