@@ -6,13 +6,12 @@ Writes the tables between their markers in ../README.md, and results/scaling.svg
 (`decode.py --sweeps`). --check writes nothing and exits with 1 where one of them is out of date.
 """
 
-import argparse
-import json
 import math
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
+from hpc_common.generated import between, command
 from hpc_common.lengths import parse_lengths
 from hpc_common.timing import floor_us
 
@@ -153,31 +152,19 @@ def plot(times: Times, title: str) -> str:
 
 def outputs(document: Mapping, readme: str) -> dict[pathlib.Path, str]:
     """What every file should hold. ValueError where the README has not both markers once."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"{README}: expected the lines {BEGIN} and {END} once each")
-    head, tail = readme.split(BEGIN)[0], readme.split(END)[1]
     times = times_of(document)
     text = tables(document)
     found = {}
     if any(f"{prefix}-{kind}" in times for prefix, *_ in PLOTS for kind, _ in SERIES):
         found[RESULTS.with_name("scaling.svg")] = plot(times, f"decode, {document['device']}, {document['date']}")
         text += "\n\n![Time against tokens, batch, q_len and ratio of heads](benchmarks/results/scaling.svg)"
-    found[README] = f"{head}{BEGIN}\n{text}\n{END}{tail}"
+    found[README] = between(readme, BEGIN, END, text)
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where something is out of date")
-    check = parser.parse_args(arguments).check
-    stale = False
-    for path, text in outputs(json.loads(RESULTS.read_text()), README.read_text()).items():
-        if not path.exists() or path.read_text() != text:
-            stale = True
-            print(f"{path.relative_to(HERE.parent)}: {'out of date' if check else 'written'}")
-            if not check:
-                path.write_text(text)
-    return 1 if check and stale else 0
+    """Command line."""
+    return command(outputs, RESULTS, README, __doc__.splitlines()[0], arguments)
 
 
 if __name__ == "__main__":

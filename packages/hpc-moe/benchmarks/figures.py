@@ -6,8 +6,6 @@ Writes the table between its markers in ../README.md, and results/latency.svg. -
 where one of them is out of date.
 """
 
-import argparse
-import json
 import math
 import pathlib
 import sys
@@ -15,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from hpc_common.generated import between, command
 from hpc_common.timing import floor_us
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -142,28 +141,15 @@ def plot(document: Mapping) -> str:
 
 def outputs(document: Mapping, readme: str) -> dict[pathlib.Path, str]:
     """What every file should hold. ValueError where the README has not both markers once."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"{README}: expected the lines {BEGIN} and {END} once each")
-    head, tail = readme.split(BEGIN)[0], readme.split(END)[1]
     return {
-        README: f"{head}{BEGIN}\n{table(document)}\n{END}{tail}",
+        README: between(readme, BEGIN, END, table(document)),
         RESULTS.with_name("latency.svg"): plot(document),
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where something is out of date")
-    check = parser.parse_args(arguments).check
-    stale = False
-    for path, text in outputs(json.loads(RESULTS.read_text()), README.read_text()).items():
-        if not path.exists() or path.read_text() != text:
-            stale = True
-            print(f"{path.relative_to(HERE.parent)}: {'out of date' if check else 'written'}")
-            if not check:
-                path.write_text(text)
-    return 1 if check and stale else 0
+    return command(outputs, RESULTS, README, __doc__.splitlines()[0], arguments)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ Writes the table between its markers in ../README.md, and results/latency.svg an
 --check writes nothing and exits with 1 where one of them is out of date.
 """
 
-import argparse
-import json
 import math
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
+
+from hpc_common.generated import between, command
 
 HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "h200.json"
@@ -132,31 +132,19 @@ def plot(values: Values, title: str, unit: str) -> str:
 
 def outputs(document: Mapping, readme: str) -> dict[pathlib.Path, str]:
     """What every file should hold. ValueError where the README has not both markers once."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"{README}: expected the lines {BEGIN} and {END} once each")
-    head, tail = readme.split(BEGIN)[0], readme.split(END)[1]
     where = f"{document['device']}, {document['date']}"
     latency = plot(values_of(document, "cold", "us"), f"Latency of router scores, {where}", "microseconds a call, cold")
     error = plot(values_of(document, "error", "largest"), f"Largest error, {where}", "against float64, standard normal")
     return {
-        README: f"{head}{BEGIN}\n{table(document)}\n{END}{tail}",
+        README: between(readme, BEGIN, END, table(document)),
         RESULTS.with_name("latency.svg"): latency,
         RESULTS.with_name("error.svg"): error,
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where something is out of date")
-    check = parser.parse_args(arguments).check
-    stale = False
-    for path, text in outputs(json.loads(RESULTS.read_text()), README.read_text()).items():
-        if not path.exists() or path.read_text() != text:
-            stale = True
-            print(f"{path.relative_to(HERE.parent)}: {'out of date' if check else 'written'}")
-            if not check:
-                path.write_text(text)
-    return 1 if check and stale else 0
+    """Command line."""
+    return command(outputs, RESULTS, README, __doc__.splitlines()[0], arguments)
 
 
 if __name__ == "__main__":

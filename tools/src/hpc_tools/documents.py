@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 
 from hpc_common.capability import Support
+from hpc_common.generated import between
 
 from .errors import InputError
 from .operators import Installed, support_rows
@@ -48,11 +49,10 @@ def current_table(packages: Iterable[Installed]) -> str:
 
 def with_table(text: str, table: str) -> str:
     """A document with the table between its markers replaced. Raises InputError where a marker is missing."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise InputError(f"expected the lines {BEGIN} and {END} once each, in this order")
-    head, rest = text.split(BEGIN)
-    tail = rest.split(END)[1]
-    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
+    try:
+        return between(text, BEGIN, END, table)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def update(path: pathlib.Path, packages: Iterable[Installed], check: bool = False) -> bool:
