@@ -247,9 +247,9 @@ def variants(layers: bench.Layers) -> Iterator[tuple[str, list[Callable[[], Any]
     yield "combine 132", layers.calls(run=direct(combine_ctas=132))
     rows = layers.case.q_len * layers.case.num_q_heads // layers.case.num_kv_heads
     if layers.case.head_dim == 128 and rows <= 8:
-        stages = 4 // layers.case.kv_dtype.itemsize  # twice the default, of half as many tokens
+        stages, tokens = (4, 16) if layers.case.kv_dtype == FP8 else (1, 32)  # slices of the other size
         for early in range(1, stages + 1):
-            yield f"16 tokens, {early}", layers.calls(run=direct(stages=stages, early_slices=early))
+            yield f"{tokens} tokens, {early}", layers.calls(run=direct(stages=stages, early_slices=early))
     yield "all early", layers.calls(run=direct(early_slices=4))
     for tiles in (1, 2, 4, 8):
         yield f"floor {tiles}", layers.calls(layers.make_plan(min_tiles=tiles))

@@ -37,10 +37,16 @@ constexpr int kv_bytes(KvKind kv) {
 constexpr int kDecodeCtasPerSm = 1;
 constexpr int kDecodeLeastSmem = 116 * 1024;
 
-// Slices in flight a warp: with 32 tokens each as many as 128 KB a CTA hold, one at least.
+// Slices in flight a warp: as many as 128 KB a CTA hold with 32 tokens each, one at least. With head_dim 128 and 16
+// bits two of half as many tokens, so that half of them can be asked for before the wait (with 256, e4m3 spills so).
 constexpr int decode_stages(KvKind kv, int head_dim) {
   const int slices = 128 * 1024 / (kDecodeWarps * 2 * 32 * head_dim * kv_bytes(kv));
-  return slices < 1 ? 1 : slices;
+  return slices > 1 ? slices : (head_dim == 128 ? 2 : 1);
+}
+
+// For measurements with head_dim 128: the same bytes in slices of the other size (see decode_slice_tokens()).
+constexpr int decode_other_stages(KvKind kv) {
+  return kv == KvKind::kE4m3 ? 2 * decode_stages(kv, 128) : 1;
 }
 
 // A slice: the tokens that a warp handles at a time, 16 of a tensor-core product where 32 in so many stages would not
@@ -98,9 +104,11 @@ constexpr int decode_query_depth(int head_dim, int row_tiles) {
   return row_tiles == 1 && head_dim <= 128 ? 2 * kDecodeEpoch : 2;
 }
 
-// A piece that is a whole (request, head) of at most so many slices is one warp's alone, where that warp's registers
-// hold all rows: no other warp waits for it. It counts as so many slices, however few it has.
-constexpr int kDecodeSoloSlices = 4;
+// A piece that is a whole (request, head) of at most so many slices (128 tokens) is one warp's alone, where that warp's
+// registers hold all rows: no other warp waits for it. It counts as so many slices, however few it has.
+constexpr int decode_solo_slices(int slice_tokens) {
+  return 128 / slice_tokens;
+}
 constexpr bool decode_has_solos(int head_dim, int row_tiles) {
   return row_tiles == 1 && head_dim <= 128;
 }

@@ -31,6 +31,7 @@ class DecodeWorker {
   using Layout = typename Attention::Layout;
   static constexpr bool kSolos = decode_has_solos(kDim, kRowTiles);
   using Pieces = PieceList<Layout::kTokens, kDim, kSolos>;
+  using Row = typename Pieces::Row;
   static constexpr int kTokens = Layout::kTokens;  // of a slice
   static constexpr int kQueryPitch = decode_query_pitch(kDim);
   static constexpr int kQueryBarriers = 2 * kDecodeEpoch;
@@ -48,8 +49,7 @@ class DecodeWorker {
         first_row_(group_ * kRowTile * kRowTiles),
         base_(shared_address(smem)),
         pieces_(p, *reinterpret_cast<typename Pieces::State*>(smem + kSmem.walk),
-                reinterpret_cast<DecodeRequest*>(smem + kSmem.requests),
-                reinterpret_cast<PieceRow*>(smem + kSmem.pieces)),
+                reinterpret_cast<DecodeRequest*>(smem + kSmem.requests), reinterpret_cast<Row*>(smem + kSmem.pieces)),
         own_(p, base_, first_row_, warp_, lane_) {}
 
   __device__ __forceinline__ void run() {
@@ -118,7 +118,7 @@ class DecodeWorker {
   // them from L2: brings them back while nothing waits for them.
   __device__ __forceinline__ void touch_plan(int32_t cta) {
     if (pieces_.added() == 0 || pieces_.added() > kDecodePieces) return;
-    const PieceRow piece = pieces_[0];
+    const Row piece = pieces_[0];
     const int32_t page = min(piece.begin * kTokens, p_.capacity - 1) >> p_.page_shift;
     const void* lines[4] = {p_.ctas + cta, p_.requests + piece.request, p_.header,
                             p_.page_table + piece.request * p_.page_table_stride + page};
@@ -143,7 +143,7 @@ class DecodeWorker {
       if (index < end && row == 0) mbarrier_arrive_expect_tx(query_full(slot), static_cast<uint32_t>(rows * bytes));
       __syncwarp();
       if (index < end && row < rows) {
-        const PieceRow& piece = pieces_[index];
+        const Row& piece = pieces_[index];
         bulk_load(query_at(slot) + row * kQueryPitch,
                   query_row<kKind, kDim>(p_, piece.request, piece.kv_head, first_row_ + row), bytes, query_full(slot));
       }
@@ -154,7 +154,7 @@ class DecodeWorker {
   // Brings the first query's lines (the beginnings of its rows) into L2 before it may be read.
   __device__ __forceinline__ void touch_query() {
     if (pieces_.known(0).pieces == 0 || lane_ >= min(kRowTiles * kRowTile, p_.rows - first_row_)) return;
-    const PieceRow& piece = pieces_[0];
+    const Row& piece = pieces_[0];
     const char* row = query_row<kKind, kDim>(p_, piece.request, piece.kv_head, first_row_ + lane_);
     prefetch_l2(row);
     prefetch_l2(row + query_row_bytes<kKind, kDim>(p_) - 16);
@@ -342,7 +342,7 @@ class DecodeWorker {
   const int32_t group_, first_row_;
   const uint32_t base_;  // shared address
   Pieces pieces_;
-  PieceRow piece_;                                   // the current one
+  Row piece_;                                        // the current one
   int32_t fetched_ = 0, query_limit_ = kQueryDepth;  // queries of pieces that are, and may be, asked for
   int32_t merged_ = 0;                               // row tiles that went through the merge buffer
   Attention own_;                                    // this warp's part

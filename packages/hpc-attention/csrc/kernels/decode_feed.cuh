@@ -29,8 +29,11 @@ __device__ __forceinline__ TokenRange visible_tokens(const DecodeRequest& reques
 // A piece of a CTA as its warps need it. Its slices (see decode_slice_tokens(), counted from position 0) are dealt out
 // to the warps in one round with those of the CTA's other pieces: slice n of all goes to warp n mod 8, so that many
 // pieces keep every warp busy. The order of the slices inside a piece, and of the warps that share them, does not
-// depend on where the round stands. Solo pieces (see kDecodeSoloSlices) go to one warp each, in a round of their own.
+// depend on where the round stands. Solo pieces (see decode_solo_slices()) go to one warp each, in a round of their
+// own.
+template <int kTokens>  // of a slice
 struct alignas(16) PieceRow {
+  static constexpr int kSoloSlices = decode_solo_slices(kTokens);
   int32_t turn;       // slices of the pieces before, solo pieces left out
   int32_t solos;      // solo pieces before
   int32_t begin;      // its first slice
@@ -44,7 +47,7 @@ struct alignas(16) PieceRow {
   // Slices of a warp in the pieces before.
   __device__ __forceinline__ int32_t before(int32_t warp) const {
     return ((turn + kDecodeWarps - 1 - warp) / kDecodeWarps) +
-           kDecodeSoloSlices * ((solos + kDecodeWarps - 1 - warp) / kDecodeWarps);
+           kSoloSlices * ((solos + kDecodeWarps - 1 - warp) / kDecodeWarps);
   }
   // A warp's place in the order of a piece that is not solo.
   __device__ __forceinline__ int32_t place(int32_t warp) const { return (warp - turn) & (kDecodeWarps - 1); }
@@ -52,19 +55,19 @@ struct alignas(16) PieceRow {
   __device__ __forceinline__ int32_t first(int32_t warp) const { return solo < 0 ? begin + place(warp) : begin; }
   __device__ __forceinline__ int32_t step() const { return solo < 0 ? kDecodeWarps : 1; }
   __device__ __forceinline__ int32_t end(int32_t warp) const {
-    return solo < 0 ? begin + count : begin + (solo == warp ? kDecodeSoloSlices : 0);
+    return solo < 0 ? begin + count : begin + (solo == warp ? kSoloSlices : 0);
   }
 };
-static_assert(sizeof(PieceRow) == kDecodePieceBytes);
+static_assert(sizeof(PieceRow<16>) == kDecodePieceBytes);
 
 // A piece as a row that may be the list's next; turn, solos and solo are the list's.
 template <int kTokens>  // of a slice
-__device__ __forceinline__ PieceRow piece_row(const DecodePiece& piece, const DecodeRequest& request,
-                                              const DecodeParams& p) {
+__device__ __forceinline__ PieceRow<kTokens> piece_row(const DecodePiece& piece, const DecodeRequest& request,
+                                                       const DecodeParams& p) {
   const TokenRange range = visible_tokens(request, p);
   const int32_t low = max((request.first_tile + piece.tile_begin) * kTileTokens, range.low);
   const int32_t high = min((request.first_tile + piece.tile_end) * kTileTokens, range.high);
-  PieceRow row = {};
+  PieceRow<kTokens> row = {};
   row.begin = low / kTokens;
   row.count = max((high + kTokens - 1) / kTokens - row.begin, 1);
   row.low = range.low;
@@ -93,6 +96,7 @@ struct Known {
 template <int kTokens, int kDim, bool kSolos>
 class PieceList {
  public:
+  using Row = PieceRow<kTokens>;
   struct State {
     uint64_t query_full[2 * kDecodeEpoch];
     uint64_t merge_free;
@@ -102,7 +106,7 @@ class PieceList {
   static_assert(sizeof(State) <= kDecodeWalkBytes);
 
   // State and arrays: in shared memory, as decode_smem() has them.
-  __device__ __forceinline__ PieceList(const DecodeParams& p, State& state, DecodeRequest* requests, PieceRow* pieces)
+  __device__ __forceinline__ PieceList(const DecodeParams& p, State& state, DecodeRequest* requests, Row* pieces)
       : p_(p), state_(state), requests_(requests), pieces_(pieces) {}
 
   // Warp 0: copies request rows, which it alone reads, and goes to the CTA's first piece.
@@ -137,10 +141,10 @@ class PieceList {
       next_piece(cursor, header, &row, &piece);
       piece.request = request;
       if (cursor.request == 0) cursor.request = request;  // else the next one, which is never 0
-      PieceRow made = piece_row<kTokens>(piece, row, p_);
+      Row made = piece_row<kTokens>(piece, row, p_);
       made.turn = added_.turn;
       made.solos = added_.solos;
-      if (kSolos && piece.whole && made.count <= kDecodeSoloSlices) {
+      if (kSolos && piece.whole && made.count <= Row::kSoloSlices) {
         made.solo = added_.solos++ & (kDecodeWarps - 1);
       } else {
         added_.turn += made.count;
@@ -162,9 +166,7 @@ class PieceList {
   // What every warp may read during an epoch.
   __device__ __forceinline__ Known known(int32_t epoch) const { return state_.known[(epoch + 1) & 1]; }
 
-  __device__ __forceinline__ const PieceRow& operator[](int32_t index) const {
-    return pieces_[index & (kDecodePieces - 1)];
-  }
+  __device__ __forceinline__ const Row& operator[](int32_t index) const { return pieces_[index & (kDecodePieces - 1)]; }
 
  private:
   static constexpr int kCached = decode_cached_requests(kDim);
@@ -172,7 +174,7 @@ class PieceList {
   const DecodeParams& p_;
   State& state_;
   DecodeRequest* requests_;
-  PieceRow* pieces_;
+  Row* pieces_;
   int32_t first_ = 0, cached_ = 0;  // requests whose rows are kept here
   int32_t filled_ = -2;             // epoch of the last refill
   Known added_ = {};
@@ -234,6 +236,7 @@ class Feed {
  public:
   using Layout = SliceLayout<kKind, kDim, decode_slice_tokens(kKind, kDim, kStages)>;
   using Pieces = PieceList<Layout::kTokens, kDim, kSolos>;
+  using Row = typename Pieces::Row;
   using Ring = WarpRing<kStages, Layout::kSlotBytes>;
 
   // `scales`: shared address of this warp's ring of key scales, [stage][token].
@@ -276,7 +279,7 @@ class Feed {
   __device__ __forceinline__ void push(const Ring& ring) {
     if (index_ < count_) {
       const int32_t where = __shfl_sync(kAllLanes, where_, index_ << log_ids_);
-      const PieceRow& piece = pieces_[where];
+      const Row& piece = pieces_[where];
       token_ = first_token(where);
       low_ = piece.low;
       high_ = piece.high;
@@ -360,14 +363,14 @@ class Feed {
   // Looks up the block that begins with this warp's slice next_ of all, and starts to load its ids.
   __device__ __forceinline__ void find_block(int32_t index) {
     const Known known = pieces_.known(index / kDecodeEpoch);
-    PieceRow behind = {};
+    Row behind = {};
     behind.turn = known.turn;
     behind.solos = known.solos;
     next_count_ = min(behind.before(warp_) - next_, 32 >> log_ids_);
     if (next_count_ == 0) return;
     const int32_t number = lane_ >> log_ids_;
     next_where_ = place(next_ + min(number, next_count_ - 1), index, known.pieces);
-    const PieceRow& piece = pieces_[next_where_];
+    const Row& piece = pieces_[next_where_];
     const int32_t token = first_token(next_where_) + ((lane_ & ((1 << log_ids_) - 1)) << p_.page_shift);
     next_ids_ = 0;
     if (number < next_count_ && token < piece.high) {
@@ -389,7 +392,7 @@ class Feed {
         high = middle;
       }
     }
-    const PieceRow& piece = pieces_[low];
+    const Row& piece = pieces_[low];
     const int32_t slice = piece.first(warp_) + (number - piece.before(warp_)) * piece.step();
     return slice * kDecodePieces + (low & (kDecodePieces - 1));
   }

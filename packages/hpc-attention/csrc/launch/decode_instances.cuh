@@ -11,9 +11,8 @@ constexpr DecodeKernel kDecodeInstance = decode_kernel<kKind, kDim, kRowTiles, k
 
 template <KvKind kKind>
 DecodeKernel decode_instance(int32_t head_dim, int32_t row_tiles, int32_t stages) {
-  // For measurements: twice as many slices of half as many tokens.
-  if (head_dim == 128 && row_tiles == 1 && stages == 2 * decode_stages(kKind, 128)) {
-    return kDecodeInstance<kKind, 128, 1, 2 * decode_stages(kKind, 128)>;
+  if (head_dim == 128 && row_tiles == 1 && stages == decode_other_stages(kKind)) {
+    return kDecodeInstance<kKind, 128, 1, decode_other_stages(kKind)>;
   }
   if (stages != decode_stages(kKind, head_dim)) return nullptr;
   switch (head_dim) {
