@@ -2,11 +2,11 @@
 
     python packages/hpc-moe/benchmarks/variants.py [--out FOLDER] [--cases hy3-ep8:2048:tensor,...] NAME=FLAGS ...
 
-e.g. ``now= next=-DHPC_MOE_NEXT=1 "turns=-DHPC_MOE_NEXT=1 -DHPC_MOE_TURNS=6"``. Needs nvcc and a Hopper GPU, but no
-Python packages and no installed hpc-moe: every launcher is compiled once for each set of flags, all at the same time,
-and linked with variants.cu. The first variant's outputs are what the others are compared with. A variant that hangs is
-stopped after a minute. Columns: microseconds a call, then index, gate-up, down, reduction (none where few tokens take
-other kernels).
+e.g. ``before@../other/csrc= now= "small=-DHPC_MOE_X=1"``: NAME may be followed by @ and another version's folder csrc;
+FLAGS are the compiler's. Needs nvcc and a Hopper GPU, but no Python packages and no installed hpc-moe: every launcher
+is compiled once for each folder and set of flags, all at the same time, and linked with variants.cu. The first
+variant's outputs are what the others are compared with. A variant that hangs is stopped after a minute. Columns:
+microseconds a call, then index, gate-up, down, reduction (none where few tokens take other kernels).
 """
 
 import argparse
@@ -35,24 +35,24 @@ CASES = (
 )
 
 
-def compile_one(job: tuple[pathlib.Path, str, pathlib.Path]) -> str:
-    """Compile a source with flags; returns what the compiler said where it failed."""
-    source, flags, to = job
+def compile_one(job: tuple[pathlib.Path, pathlib.Path, str, pathlib.Path]) -> str:
+    """Compile a source against a csrc folder, with flags; returns what the compiler said where it failed."""
+    source, csrc, flags, to = job
     if to.exists():
         return ""
-    command = [*NVCC, *flags.split(), f"-I{INCLUDE}", f"-I{CSRC}", "-c", source, "-o", to]
+    command = [*NVCC, *flags.split(), f"-I{INCLUDE}", f"-I{csrc}", "-c", source, "-o", to]
     done = subprocess.run(command, capture_output=True, text=True)
     return "" if done.returncode == 0 else f"{source.name} {flags}:\n{done.stderr[-2000:]}"
 
 
-def build(variants: dict[str, str], out: pathlib.Path) -> None:
+def build(variants: dict[str, tuple[pathlib.Path, str]], out: pathlib.Path) -> None:
     """Compile and link every variant's program, ``out``/NAME; ends the process where one does not compile."""
-    sources = [HERE / "variants.cu", *sorted((CSRC / "launch").glob("*.cu"))]
     jobs, objects = [], {}
-    for name, flags in variants.items():
-        key = hashlib.sha256(flags.encode()).hexdigest()[:8]
+    for name, (csrc, flags) in variants.items():
+        sources = [HERE / "variants.cu", *sorted((csrc / "launch").glob("*.cu"))]
+        key = hashlib.sha256(f"{csrc} {flags}".encode()).hexdigest()[:8]
         objects[name] = [out / f"{source.stem}-{key}.o" for source in sources]
-        jobs += [(source, flags, to) for source, to in zip(sources, objects[name], strict=True)]
+        jobs += [(source, csrc, flags, to) for source, to in zip(sources, objects[name], strict=True)]
     jobs.sort(key=lambda job: "gate_up_" not in job[0].name)  # the longest first
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         wrong = [said for said in pool.map(compile_one, dict.fromkeys(jobs)) if said]
@@ -65,17 +65,20 @@ def build(variants: dict[str, str], out: pathlib.Path) -> None:
 def main() -> int:
     """Command line; exit status 1 where a variant failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("variants", nargs="+", metavar="NAME=FLAGS")
+    parser.add_argument("variants", nargs="+", metavar="NAME[@CSRC]=FLAGS")
     parser.add_argument("--out", default="build/variants", help="folder for objects, programs and outputs")
     parser.add_argument("--cases", default=",".join(CASES))
     args = parser.parse_args()
-    variants = dict(each.split("=", 1) for each in args.variants)
+    variants = {}
+    for each in args.variants:
+        (name, _, csrc), flags = each.split("=", 1)[0].partition("@"), each.split("=", 1)[1]
+        variants[name] = (pathlib.Path(csrc).resolve() if csrc else CSRC, flags)
     out = pathlib.Path(args.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     build(variants, out)
     failed = False
     for index, name in enumerate(variants):
-        print(f"{name}: {variants[name]}", flush=True)
+        print(f"{name}: {variants[name][1]}", flush=True)
         command = [out / name, out, "save" if index == 0 else "compare", *args.cases.split(",")]
         try:
             failed |= subprocess.run(command, timeout=60).returncode != 0

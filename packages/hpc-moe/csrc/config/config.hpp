@@ -14,12 +14,6 @@
 #include "hpc/checks.hpp"
 #include "hpc/grouped.hpp"
 
-// The grouped GEMMs and the reduction of kernels/next/ in place of those of kernels/: right in emulation
-// (tests/test_moe_kernel_emulated.py), not run on a GPU yet. DESIGN.md, "Not there yet".
-#ifndef HPC_MOE_NEXT
-#define HPC_MOE_NEXT 0
-#endif
-
 namespace hpc::moe {
 
 constexpr int64_t kMaxTokens = 262144;
@@ -196,7 +190,7 @@ inline Config make_config(const Problem& p) {
   c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 2048 ? kIndexCluster : 1);
   // With at least 2 rows an expert on average most have rows: the first tasks are nearly known before the index is.
   const bool likely = c.regime == Regime::kMid && c.chunk_rows >= 2 * static_cast<int64_t>(p.num_experts);
-  c.guess_stages = HPC_MOE_NEXT && likely ? kGuessStages : 0;
+  c.guess_stages = likely ? kGuessStages : 0;
   c.layout = detail::make_layout(p, c);
   return c;
 }

@@ -8,7 +8,8 @@
 // packs them.
 #pragma once
 
-#include "kernels/grouped_frame.cuh"
+#include "kernels/activation.cuh"
+#include "kernels/grouped_produce.cuh"
 
 namespace hpc::moe {
 
@@ -16,47 +17,72 @@ template <Quant kQuant, bool kHalf>
 struct GateUpEpilogue {
   static constexpr bool kBlock = kQuant == Quant::kBlock;
 
+  // Where a warpgroup's part of a task belongs.
+  struct Part {
+    int row, rows, unit;
+  };
+
+  static __device__ __forceinline__ void prepare(const GemmParams& p, GemmSmem& s) {
+    if constexpr (kQuant == Quant::kTensor) {
+      if (threadIdx.x == 0) s.fixed_inverse = static_inverse(*p.act_scale);
+      named_barrier_sync(1, kConsumers);
+    }
+  }
+
   template <int N>
-  static __device__ __forceinline__ void run(const GemmParams& p, GemmSmem& s, const Task& task, int unit, int parity,
-                                             float (&acc)[2][N / 2]) {
-    const int lane = threadIdx.x % 32, group = threadIdx.x / 128, thread = threadIdx.x % 128;
+  static __device__ __forceinline__ void run(const GemmParams& p, GemmSmem& s, const TurnTask& task, int group,
+                                             int parity, float (&acc)[2][N / 2]) {
+    const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
     const int row = lane / 4, column = 2 * (lane % 4);  // of an 8 x 8 block of the accumulator
-    float (&v)[N / 2] = acc[0];
-    const float scale = kQuant == Quant::kTensor ? p.w_scale[task.expert] * *p.b_scale : 1.0f;
+    const bool two_tiles = task.second_rows > 0;
+    const bool second = two_tiles && group > 0;
+    const Part part = {task.row + (second ? task.rows : 0), second ? task.second_rows : task.rows,
+                       task.unit + (two_tiles ? 0 : group)};
+    const float scale = task.scale, bound = swiglu_bound(p.swiglu_limit);
+    // v[2 i], v[2 i + 1]: the two columns of the thread's token i.
+    float v[N / 2];
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      const float act = swiglu(acc[0][i] * scale, acc[1][i] * scale, p.swiglu_limit);
-      v[i] = __bfloat162float(__float2bfloat16_rn(act));
+    for (int i = 0; i < N / 4; ++i) {
+      const int at = i / 2 * 4 + i % 2;
+      float pair[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float gate = acc[0][at + 2 * h], up = acc[1][at + 2 * h];
+        pair[h] =
+            kQuant == Quant::kTensor ? fast_swiglu(gate * scale, up * scale, bound) : fast_swiglu(gate, up, bound);
+      }
+      const float2 rounded = __bfloat1622float2(__floats2bfloat162_rn(pair[0], pair[1]));
+      v[2 * i] = rounded.x;
+      v[2 * i + 1] = rounded.y;
     }
     const int first = thread / 32 * 16 + 2 * row;  // of the unit's 64 columns
     if constexpr (kQuant == Quant::kNone) {
-      auto* out = static_cast<__nv_bfloat16*>(p.out) + unit * 64 + first;
+      auto* out = static_cast<__nv_bfloat16*>(p.out) + part.unit * 64 + first;
 #pragma unroll
       for (int i = 0; i < N / 4; ++i) {  // token of the tile, in this thread's order
         const int token = i / 2 * 8 + column + i % 2;
-        if (token < task.rows) {
-          *reinterpret_cast<__nv_bfloat162*>(out + static_cast<int64_t>(task.row + token) * p.out_columns) =
-              __floats2bfloat162_rn(v[i / 2 * 4 + i % 2], v[i / 2 * 4 + 2 + i % 2]);
+        if (token < part.rows) {
+          *reinterpret_cast<__nv_bfloat162*>(out + static_cast<int64_t>(part.row + token) * p.out_columns) =
+              __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
         }
       }
     } else {
       if constexpr (kBlock) {
-        group_scales<N>(p, s, task, unit, parity, v);
+        group_scales<N>(p, s, part, group, parity, v);
       } else {
         named_barrier_sync(2 + group, 128);  // the previous task's rows have left s.out
       }
-      const float fixed = kBlock ? 0.0f : static_inverse(*p.act_scale);
+      const float fixed = kBlock ? 0.0f : s.fixed_inverse;
       uint8_t* staged = s.out[group] + first;
 #pragma unroll
       for (int i = 0; i < N / 4; ++i) {
         const int token = i / 2 * 8 + column + i % 2;
         const float inverse = kBlock ? s.inverse[group][token] : fixed;
-        *reinterpret_cast<uint16_t*>(staged + token * kOutRow) =
-            to_e4m3x2(v[i / 2 * 4 + i % 2] * inverse, v[i / 2 * 4 + 2 + i % 2] * inverse);
+        *reinterpret_cast<uint16_t*>(staged + token * kOutRow) = to_e4m3x2(v[2 * i] * inverse, v[2 * i + 1] * inverse);
       }
       named_barrier_sync(2 + group, 128);
-      uint8_t* out = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(task.row) * p.out_columns + unit * 64;
-      for (int i = thread; i < task.rows * 4; i += 128) {  // 64 bytes a token, 16 a thread
+      uint8_t* out = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(part.row) * p.out_columns + part.unit * 64;
+      for (int i = thread; i < part.rows * 4; i += 128) {  // 64 bytes a token, 16 a thread
         *reinterpret_cast<uint4*>(out + static_cast<int64_t>(i / 4) * p.out_columns + i % 4 * 16) =
             *reinterpret_cast<const uint4*>(s.out[group] + i / 4 * kOutRow + i % 4 * 16);
       }
@@ -66,14 +92,14 @@ struct GateUpEpilogue {
   // Block scales of the tile: largest magnitude of each token over 64 columns (this warpgroup's) or 128 (both
   // warpgroups'); stores the scales and leaves the inverses in s.inverse.
   template <int N>
-  static __device__ __forceinline__ void group_scales(const GemmParams& p, GemmSmem& s, const Task& task, int unit,
+  static __device__ __forceinline__ void group_scales(const GemmParams& p, GemmSmem& s, const Part& part, int group,
                                                       int parity, const float (&v)[N / 2]) {
-    const int lane = threadIdx.x % 32, group = threadIdx.x / 128, thread = threadIdx.x % 128;
+    const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
     float (&amax)[8][kMaxWidth] = s.amax[parity];
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
       float2 largest =
-          make_float2(fmaxf(fabsf(v[4 * j]), fabsf(v[4 * j + 2])), fmaxf(fabsf(v[4 * j + 1]), fabsf(v[4 * j + 3])));
+          make_float2(fmaxf(fabsf(v[4 * j]), fabsf(v[4 * j + 1])), fmaxf(fabsf(v[4 * j + 2]), fabsf(v[4 * j + 3])));
 #pragma unroll
       for (int mask = 4; mask < 32; mask *= 2) {
         largest.x = fmaxf(largest.x, __shfl_xor_sync(~0u, largest.x, mask));
@@ -92,9 +118,9 @@ struct GateUpEpilogue {
       for (int w = 0; w < (kHalf ? 4 : 8); ++w) largest = fmaxf(largest, amax[(kHalf ? group * 4 : 0) + w][thread]);
       const GroupScale scale = group_scale(largest);
       s.inverse[group][thread] = scale.inverse;
-      if (thread < task.rows && (kHalf || group == 0)) {
+      if (thread < part.rows && (kHalf || group == 0)) {
         constexpr int kGroup = kHalf ? 64 : 128;
-        p.out_scale[static_cast<int64_t>(task.row + thread) * (p.out_columns / kGroup) + unit * 64 / kGroup] =
+        p.out_scale[static_cast<int64_t>(part.row + thread) * (p.out_columns / kGroup) + part.unit * 64 / kGroup] =
             scale.scale;
       }
     }
@@ -105,7 +131,7 @@ struct GateUpEpilogue {
 template <Quant kQuant, bool kHalf>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     gate_up_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
-  run_gemm<Gemm::kUp, kQuant, kHalf, GateUpEpilogue<kQuant, kHalf>>(&map, p);
+  run_gemm<Gemm::kUp, kQuant, kHalf, false, GateUpEpilogue<kQuant, kHalf>>(&map, p);
 }
 
 }  // namespace hpc::moe

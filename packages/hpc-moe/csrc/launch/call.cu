@@ -199,7 +199,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   down.top_k = c.top_k;
   if (c.kernels & 4u) launch_down(c.quant, half, down_map, down, config.down_grid, stream);
 
-  if (c.kernels & 8u) launch_reduce(reduce_params(c, begin, tokens, down.out, routing.slot_to_row), num_sms, stream);
+  if (c.kernels & 8u) launch_reduce(reduce_params(c, begin, tokens, down.out, routing.slot_to_row), stream);
 }
 
 }  // namespace

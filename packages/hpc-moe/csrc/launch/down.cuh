@@ -4,11 +4,7 @@
 #include "hpc/launch.hpp"
 #include "launch/moe.hpp"
 
-#if HPC_MOE_NEXT
-#include "kernels/next/down.cuh"
-#else
 #include "kernels/down.cuh"
-#endif
 
 namespace hpc::moe {
 
@@ -19,7 +15,6 @@ void launch_down_as(const CUtensorMap& map, const GemmParams& p, int grid, cudaS
   config.block = dim3(kGemmThreads);
   config.smem_bytes = kGemmSmemBytes;
   config.stream = stream;
-#if HPC_MOE_NEXT
   if constexpr (kQuant == Quant::kTensor) {
     if (p.k_bytes <= kDirectK) {
       launch(&down_kernel<kQuant, kHalf, true>, config, map, p);
@@ -27,9 +22,6 @@ void launch_down_as(const CUtensorMap& map, const GemmParams& p, int grid, cudaS
     }
   }
   launch(&down_kernel<kQuant, kHalf, false>, config, map, p);
-#else
-  launch(&down_kernel<kQuant, kHalf>, config, map, p);
-#endif
 }
 
 }  // namespace hpc::moe

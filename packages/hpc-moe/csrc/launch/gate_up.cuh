@@ -4,11 +4,7 @@
 #include "hpc/launch.hpp"
 #include "launch/moe.hpp"
 
-#if HPC_MOE_NEXT
-#include "kernels/next/gate_up.cuh"
-#else
 #include "kernels/gate_up.cuh"
-#endif
 
 namespace hpc::moe {
 

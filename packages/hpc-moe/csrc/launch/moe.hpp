@@ -16,7 +16,7 @@ void launch_index(Quant quant, const IndexParams& p, const QuantiseParams& q, gr
 void launch_gate_up(Quant quant, bool half, const CUtensorMap& map, const GemmParams& p, int grid, cudaStream_t stream);
 void launch_down(Quant quant, bool half, const CUtensorMap& map, const GemmParams& p, int grid, cudaStream_t stream);
 
-void launch_reduce(const ReduceParams& p, int num_sms, cudaStream_t stream);
+void launch_reduce(const ReduceParams& p, cudaStream_t stream);
 
 // Tensor maps of the weights, with the row orders that kernels/gate_up.cuh and kernels/down.cuh describe.
 // `rows`: E * 2 I or E * H; `row_bytes`: of K.

@@ -11,15 +11,9 @@
 #include "emulation.hpp"
 #include "hpc/grouped.hpp"
 #include "hpc/tma.cuh"
-#if HPC_MOE_NEXT
-#include "kernels/next/down.cuh"
-#include "kernels/next/gate_up.cuh"
-#include "kernels/next/reduce.cuh"
-#else
 #include "kernels/down.cuh"
 #include "kernels/gate_up.cuh"
 #include "kernels/reduce.cuh"
-#endif
 
 using namespace hpc::moe;
 using hpc::bf16_value;
@@ -264,12 +258,8 @@ struct Layer {
     p.num_tokens = c.tokens;
     p.hidden = c.hidden;
     p.top_k = c.top_k;
-#if HPC_MOE_NEXT
     const int blocks = (c.tokens + kReduceTokens - 1) / kReduceTokens;
     const int grid = blocks * ((c.hidden + kReduceColumns - 1) / kReduceColumns);
-#else
-    const int grid = c.tokens < 5 ? c.tokens : 5;
-#endif
     emulation::run(static_cast<unsigned>(grid), kReduceThreads, [&] { reduce_kernel(p); });
     int bad = 0;
     for (int token = 0; token < c.tokens; ++token) {
@@ -298,7 +288,6 @@ struct Layer {
     GemmParams down = params(false);
     emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] { gate_up_kernel<kQuant, kHalf>(up_map, up); });
     int bad = check_h();
-#if HPC_MOE_NEXT
     for (const bool columns_first : {false, true}) {
       down.columns_first = columns_first;
       y.assign(y.size(), 0xFF);
@@ -310,10 +299,6 @@ struct Layer {
       });
       bad += check_y();
     }
-#else
-    emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] { down_kernel<kQuant, kHalf>(down_map, down); });
-    bad += check_y();
-#endif
     return bad + check_out();
   }
 

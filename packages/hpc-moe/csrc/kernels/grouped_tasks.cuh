@@ -2,7 +2,7 @@
 // plan.
 #pragma once
 
-#include "kernels/next/grouped_gemm.cuh"
+#include "kernels/grouped_gemm.cuh"
 
 namespace hpc::moe {
 

@@ -1,8 +1,8 @@
 // Producers of the grouped GEMMs, and the kernel's frame; grouped_gemm.cuh has the plan.
 #pragma once
 
-#include "kernels/next/grouped_consume.cuh"
-#include "kernels/next/grouped_tasks.cuh"
+#include "kernels/grouped_consume.cuh"
+#include "kernels/grouped_tasks.cuh"
 
 namespace hpc::moe {
 

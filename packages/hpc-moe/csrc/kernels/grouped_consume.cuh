@@ -4,7 +4,7 @@
 // uniform registers.
 #pragma once
 
-#include "kernels/next/grouped_gemm.cuh"
+#include "kernels/grouped_gemm.cuh"
 
 namespace hpc::moe {
 
@@ -12,24 +12,6 @@ namespace hpc::moe {
 // accumulators. Wider ones take turns in one set of registers.
 template <Gemm kGemm, Quant kQuant>
 constexpr int kBothTiles = kQuant == Quant::kBlock ? 80 : (kGemm == Gemm::kUp ? 96 : 0);
-
-template <Quant kQuant>
-constexpr bool kTakeTurns = HPC_MOE_TURNS >> static_cast<int>(kQuant) & 1;
-template <Quant kQuant>
-constexpr bool kTwoStages = HPC_MOE_TWO_STAGES >> static_cast<int>(kQuant) & 1;
-
-// Whether the warpgroups take turns to issue the products of a task that wide.
-template <Gemm kGemm, Quant kQuant, bool kDirect>
-__device__ __forceinline__ bool take_turns(int width) {
-  return kTakeTurns<kQuant> && kQuant != Quant::kNone && !kDirect && width > kBothTiles<kGemm, kQuant>;
-}
-
-// Lets those that wait at a named barrier go on when all have come; this thread does not wait.
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-constexpr int kTurnBarrier = 5;  // and the next, one a warpgroup
 
 // The same number, which the compiler then knows to be one for the warp.
 __device__ __forceinline__ uint32_t uniform(uint32_t value) {
@@ -87,20 +69,12 @@ struct Operands {
 };
 
 // Keeps the barriers of a task in which the warpgroup has nothing to multiply.
-template <int kGroups>
-__device__ __forceinline__ void skip_task(const GemmParams& p, GemmSmem& s, Ring& ring, bool turns) {
+__device__ __forceinline__ void skip_task(const GemmParams& p, GemmSmem& s, Ring& ring) {
   const int num_k = (p.k_bytes + 127) / 128;
 #pragma unroll 1
   for (int k = 0; k < num_k; ++k) {
     mbarrier_wait(smem_address(s.full) + ring.stage() * 8, ring.phase());
     __syncwarp();
-    if (turns) {
-      const int groups = kGroups == 2 && (k + 1) * 128 > p.k_bytes ? 1 : kGroups;
-      for (int i = 0; i < 2 * groups; ++i) {
-        named_barrier_sync(kTurnBarrier + threadIdx.x / 128, kConsumers);
-        named_barrier_arrive(kTurnBarrier + 1 - threadIdx.x / 128, kConsumers);
-      }
-    }
     if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(s.empty) + ring.stage() * 8);
     ++ring.count;
   }
@@ -151,53 +125,8 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, GemmSmem& s, 
     if (p.k_bytes % 128) run.template operator()<2>();
   } else {
     constexpr int kSteps = 4 / T::kGroups;
-    int k = 0;
-    if constexpr (kTwoStages<kQuant> && T::kGroups == 1 && N > 64 && N <= kBothTiles<kGemm, kQuant>) {
-      // Two stages at a time: nothing is on its way where nothing else is multiplied but once in two stages.
-      const int row = at.rows + 4 * (lane % 4), of = 2 * kMaxWidth + at.weights;
-      float first[N / 2], second[N / 2];
-      const auto issue = [&](float (&part)[N / 2], uint32_t a, uint32_t b) {
-        wgmma_fence(part);
-        wgmma_arrive();
-        multiply<WgmmaType::kE4m3, 4, false, N>(part, a, b);
-        wgmma_commit();
-      };
-      const auto add = [&](float (&sum)[N / 2], const float (&part)[N / 2], const float* scale, int m) {
-        promote<T::kBlock, N>(sum, part, T::kBlock ? scale[of + m] : 1.0f, scale + row);
-      };
 #pragma unroll 1
-      for (int half = num_k / 2; half > 0; --half) {
-        const uint32_t base = wait(), a = base + at.a, b = base + at.b;
-        Ring then = ring;
-        ++then.count;
-        mbarrier_wait(full + then.stage() * 8, then.phase());
-        fence_proxy_async();
-        const uint32_t base2 = stages + uniform(then.stage() * (kStageBytes >> 4));
-        const uint32_t a2 = base2 + at.a, b2 = base2 + at.b;
-        const float *scale = s.scale[ring.stage()], *scale2 = s.scale[then.stage()];
-        issue(first, a, b);
-        issue(second, a + kTile, b);
-        wgmma_wait<1>();
-        wgmma_fence(first);
-        add(acc[0], first, scale, 0);
-        issue(first, a2, b2);
-        wgmma_wait<1>();
-        wgmma_fence(second);
-        add(acc[1], second, scale, 1);
-        issue(second, a2 + kTile, b2);
-        wgmma_wait<1>();
-        wgmma_fence(first);
-        add(acc[0], first, scale2, 0);
-        wgmma_wait<0>();
-        wgmma_fence(second);
-        add(acc[1], second, scale2, 1);
-        release();
-        release();
-      }
-      k = num_k & ~1;
-    }
-#pragma unroll 1
-    for (; k < num_k; ++k) {
+    for (int k = 0; k < num_k; ++k) {
       const uint32_t base = wait(), a = base + at.a, b = base + at.b;
       const float* scale = s.scale[ring.stage()];
       // One scale group from step `from` on.
@@ -224,12 +153,10 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, GemmSmem& s, 
           float part[N / 2];
 #pragma unroll
           for (int m = 0; m < 2; ++m) {
-            if constexpr (kTakeTurns<kQuant>) named_barrier_sync(kTurnBarrier + threadIdx.x / 128, kConsumers);
             wgmma_fence(part);
             wgmma_arrive();
             multiply<WgmmaType::kE4m3, kSteps, false, N>(part, a + m * kTile + 2 * from, b + 2 * from);
             wgmma_commit();
-            if constexpr (kTakeTurns<kQuant>) named_barrier_arrive(kTurnBarrier + 1 - threadIdx.x / 128, kConsumers);
             wgmma_wait<0>();
             wgmma_fence(part);
             promote<T::kBlock, N>(acc[m], part, weight(m), rows);
@@ -277,7 +204,6 @@ __device__ __forceinline__ void consume(const GemmParams& p, GemmSmem& s) {
   const int group = uniform(threadIdx.x / 128);
   const uint32_t full = smem_address(s.full);
   Epilogue::prepare(p, s);
-  if (kTakeTurns<kQuant> && group == 1) named_barrier_arrive(kTurnBarrier, kConsumers);  // the first turn is group 0's
   Ring ring;
 #pragma unroll 1
   for (int turn = 0;; ++turn) {
@@ -286,7 +212,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, GemmSmem& s) {
     if (task.width == 0) break;
     const bool two_tiles = Traits<kGemm, kQuant, kHalf>::kTwoTiles && task.second_rows > 0;
     if (group > 0 && task.units < 2 && !two_tiles) {
-      skip_task<Traits<kGemm, kQuant, kHalf>::kGroups>(p, s, ring, take_turns<kGemm, kQuant, kDirect>(task.width));
+      skip_task(p, s, ring);
       continue;
     }
     const uint32_t first = two_tiles ? 0 : group;
