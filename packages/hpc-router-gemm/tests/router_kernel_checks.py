@@ -80,6 +80,19 @@ def every_kernel() -> Checks:
                 {"kernel": "tile", "rows": r, "k_groups": g, "tokens": t, "split": s}
                 for (r, g, t), s in itertools.product(_C.WGMMA_TILES, (1, 2, 4, 5, 8, 16))
             ]
+            # Sums in memory of their own.
+            fields += [
+                {
+                    "kernel": "tile",
+                    "rows": r,
+                    "k_groups": g,
+                    "tokens": t,
+                    "split": s,
+                    "sums_apart": True,
+                    "stages": stages,
+                }
+                for (r, g, t), s, stages in itertools.product(_C.WGMMA_TILES, (2, 3, 4, 8, 16), (0, 4))
+            ]
             for f in fields:
                 name = f"kernel {weight_type} terms={terms} {m}x{n}x{k} {f}"
                 try:

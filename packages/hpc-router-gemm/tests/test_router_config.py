@@ -37,7 +37,8 @@ def test_config_is_legal_and_covers_the_problem(problem: dict) -> None:
     if c.kernel == "tile":
         assert c.split <= _ceil(problem["k"], 128)
     # The same Config by hand is accepted and the same.
-    fields = {name: getattr(c, name) for name in ("kernel", "rows", "tokens", "k_groups", "split")}
+    names = ("kernel", "rows", "tokens", "k_groups", "split", "sums_apart")
+    fields = {name: getattr(c, name) for name in names}
     assert repr(_C.make_config(**problem, **fields, stages=c.stages)) == repr(c)
 
 
@@ -71,6 +72,9 @@ def test_two_terms_sum_at_most_256_of_k_unpromoted(problem: dict) -> None:
         {"kernel": "tile", "rows": 64, "tokens": 64, "stages": 3},
         {"kernel": "tile", "rows": 64, "tokens": 104, "split": 12},
         {"kernel": "stream", "rows": 16, "tokens": 8, "split": 16},
+        {"kernel": "stream", "rows": 16, "tokens": 8, "split": 2, "sums_apart": True},
+        {"kernel": "tile", "rows": 64, "tokens": 104, "sums_apart": True},
+        {"kernel": "tile", "rows": 64, "tokens": 192, "k_groups": 2, "terms": 3},
     ],
 )
 def test_illegal_configs_are_refused(fields: dict) -> None:
@@ -92,3 +96,14 @@ def test_two_calls_share_an_sm_where_that_is_the_plan(problem: dict) -> None:
 def test_sizes_out_of_range(sizes: dict) -> None:
     with pytest.raises(ValueError, match="hpc_router_gemm.config"):
         _C.choose_config(**sizes)
+
+
+@given(problems, st.sampled_from((1, 2, 4)))
+def test_sums_apart_have_memory_beside_a_block_of_k(problem: dict, split: int) -> None:
+    tile = {"kernel": "tile", "rows": 64, "k_groups": 1, "tokens": 104, "split": split, "sums_apart": True}
+    problem = {**problem, "terms": 2, "weight_is_bf16": False}
+    if split == 1 or _ceil(problem["k"], 128) < split:
+        with pytest.raises(ValueError, match="hpc_router_gemm.make_config"):
+            _C.make_config(**problem, **tile)
+    else:
+        assert _C.make_config(**problem, **tile).smem_bytes >= 2 * 64 * (256 + 208) + 64 * 104 * 4

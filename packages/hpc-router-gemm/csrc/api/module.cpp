@@ -30,12 +30,14 @@ void bind_config(nb::module_& module) {
       .def_ro("k_groups", &Config::k_groups)
       .def_ro("split", &Config::split)
       .def_ro("stages", &Config::stages)
+      .def_ro("sums_apart", &Config::sums_apart)
       .def_ro("smem_bytes", &Config::smem_bytes)
       .def_ro("ctas", &Config::ctas)
       .def("__repr__", [](const Config& c) {
         return hpc::text("Config(", c.kernel == Kernel::kStream ? "stream" : "tile", ", rows=", c.rows,
                          ", tokens=", c.tokens, ", k_groups=", c.k_groups, ", split=", c.split, ", stages=", c.stages,
-                         ", smem_bytes=", c.smem_bytes, ", ctas=", c.ctas, ")");
+                         ", sums_apart=", static_cast<int>(c.sums_apart), ", smem_bytes=", c.smem_bytes,
+                         ", ctas=", c.ctas, ")");
       });
 
   module.def(
@@ -48,7 +50,7 @@ void bind_config(nb::module_& module) {
   module.def(
       "make_config",
       [](int64_t m, int n, int k, bool weight_is_bf16, int terms, const std::string& kernel, int rows, int tokens,
-         int k_groups, int split, int stages) {
+         int k_groups, int split, int stages, bool sums_apart) {
         const Problem problem = problem_of(m, n, k, weight_is_bf16, terms, false);
         Config config;
         config.kernel = kernel == "stream" ? Kernel::kStream : Kernel::kTile;
@@ -56,12 +58,13 @@ void bind_config(nb::module_& module) {
         config.tokens = tokens;
         config.k_groups = k_groups;
         config.split = split;
+        config.sums_apart = sums_apart;
         const char* expected = complete(problem, config, stages);
         if (expected != nullptr) hpc::fail("hpc_router_gemm.make_config", "config", expected, "another");
         return config;
       },
       nb::kw_only(), "m"_a, "n"_a, "k"_a, "weight_is_bf16"_a = false, "terms"_a = 2, "kernel"_a, "rows"_a, "tokens"_a,
-      "k_groups"_a = 1, "split"_a = 1, "stages"_a = 0,
+      "k_groups"_a = 1, "split"_a = 1, "stages"_a = 0, "sums_apart"_a = false,
       "A Config by hand, for tuning and tests; stages 0 takes what fits. ValueError where no kernel can run it.");
   module.def(
       "estimate_us",

@@ -62,6 +62,9 @@ struct Config {
   int tokens = 8;    // tokens of it
   int k_groups = 1;  // tile: consumer warpgroups that share the rows and each stage's k
   int split = 1;     // CTAs that share a tile's k
+  // tile: the split's sums have memory of their own, so a rank sends its part when it has it; else they lie over the
+  // stages, once everybody is through with those.
+  bool sums_apart = false;
   int stages = 4;
   int smem_bytes = 0;
   int64_t ctas = 0;
@@ -116,9 +119,17 @@ constexpr int kSumBlockBytes = 64 * 8 * 4;
 constexpr int tile_sum_part(int rows, int tokens, int split) {
   return static_cast<int>(ceil_div(rows / 64 * (tokens / 8), split));
 }
-// Stages, full and empty barriers and one for the sums; 1,024 bytes to align the stages. Sums lie over the stages.
+constexpr int tile_sum_bytes(int rows, int tokens, int split) {
+  return split == 1 ? 0 : split * tile_sum_part(rows, tokens, split) * kSumBlockBytes;
+}
+// Stages, full and empty barriers and one for the sums; 1,024 bytes to align the stages. Sums lie over the stages, or
+// behind the barriers.
+constexpr int kTileBarrierBytes = (2 * kTileMaxStages + 2) * 8;
+constexpr int tile_sums_offset(int rows, int k_groups, int tokens, Weight weight, int stages) {
+  return stages * tile_stage_bytes(rows, k_groups, tokens, weight) + kTileBarrierBytes;
+}
 constexpr int tile_smem_bytes(int rows, int k_groups, int tokens, Weight weight, int stages) {
-  return stages * tile_stage_bytes(rows, k_groups, tokens, weight) + (2 * kTileMaxStages + 1) * 8 + 1024;
+  return tile_sums_offset(rows, k_groups, tokens, weight, stages) + 1024;
 }
 
 // The tiles that are compiled.
@@ -127,6 +138,7 @@ struct StreamTile {
 };
 struct WgmmaTile {
   int rows, k_groups, tokens;
+  int terms = 3;  // the most it is compiled for: where registers would spill, fewer
   // Consumer warpgroups that share the rows and divide the tokens.
   constexpr int token_groups() const { return rows == 64 && k_groups == 1 && tokens > 128 ? 2 : 1; }
   // With one warpgroup two CTAs fit on an SM.
@@ -134,8 +146,9 @@ struct WgmmaTile {
 };
 constexpr StreamTile kStreamTiles[] = {{16, 8},  {16, 16}, {16, 32}, {16, 64}, {32, 8}, {32, 16},
                                        {32, 32}, {32, 64}, {48, 8},  {48, 16}, {48, 32}};
-constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},  {64, 1, 64},  {64, 1, 104}, {64, 1, 128},  {64, 1, 208},
-                                     {64, 2, 104}, {64, 2, 128}, {64, 2, 192}, {128, 1, 128}, {128, 1, 192}};
+constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},   {64, 1, 64},   {64, 1, 104}, {64, 1, 128},
+                                     {64, 1, 208},  {64, 2, 104},  {64, 2, 128}, {64, 2, 192, 2},
+                                     {128, 1, 104}, {128, 1, 128}, {128, 1, 192}};
 
 // Whether two CTAs of a Config fit on an SM, so that the next call's start beside this one's.
 inline bool shares_sm(const Config& c) {
@@ -155,6 +168,7 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   } else {
     for (const WgmmaTile& t : kWgmmaTiles) {
       if (t.rows != c.rows || t.k_groups != c.k_groups || t.tokens != c.tokens) continue;
+      if (weight_terms(p.weight) > t.terms) continue;
       compiled = true;
       light = t.light();
     }
@@ -162,11 +176,13 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   if (!compiled) return "one of the compiled tiles";
   const bool wide = !stream && c.split == kMaxCluster;
   if (c.split < 1 || (c.split > kPortableCluster && !wide)) return "a cluster of 1 to 8 CTAs, or of 16 for a tile";
+  if (c.sums_apart && (stream || c.split == 1)) return "a tile with a split for sums that lie apart";
   if (!stream && p.overlapping_x) return "the stream kernel for rows that overlap";
   if (!stream && c.split > ceil_div(p.k, tile_block_k(c.k_groups))) return "a block of k for each CTA of a split";
   const auto smem = [&](int s) {
     return stream ? stream_smem_bytes(c.rows, c.tokens, p.weight, s, c.split)
-                  : tile_smem_bytes(c.rows, c.k_groups, c.tokens, p.weight, s);
+                  : tile_smem_bytes(c.rows, c.k_groups, c.tokens, p.weight, s) +
+                        (c.sums_apart ? tile_sum_bytes(c.rows, c.tokens, c.split) : 0);
   };
   const int least = stream ? 1 : tile_block_stages(c.rows, c.k_groups, c.tokens, p.weight);
   const int64_t steps = stream ? ceil_div(ceil_div(p.k, kStreamStepK), kStreamWarps * c.split)
@@ -174,13 +190,13 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   const int limit = stream ? kStreamMaxStages : kTileMaxStages;
   c.stages = stages > 0 ? stages : static_cast<int>(std::clamp<int64_t>(steps, least, limit));
   if (stages <= 0) {
+    light = light && smem(least) <= kSmemLimitOfTwo;
     while (c.stages > 1 && smem(c.stages) > (light ? kSmemLimitOfTwo : kSmemLimit)) --c.stages;
   }
   c.smem_bytes = smem(c.stages);
   if (c.stages > limit || c.smem_bytes > kSmemLimit) return "stages that fit in shared memory";
   if (c.stages < least) return "the stages of a block of k";
-  const int sum_bytes =
-      stream || c.split == 1 ? 0 : c.split * tile_sum_part(c.rows, c.tokens, c.split) * kSumBlockBytes;
+  const int sum_bytes = stream || c.sums_apart ? 0 : tile_sum_bytes(c.rows, c.tokens, c.split);
   if (sum_bytes > c.stages * tile_stage_bytes(c.rows, c.k_groups, c.tokens, p.weight)) {
     return "stages that can hold the sums of a split";
   }
@@ -235,18 +251,25 @@ inline Config choose(const Problem& p) {
   check(p.n >= 1 && p.n <= (1 << 20), where, "n", "1 to 2^20 experts", p.n);
   check(p.k >= 8 && p.k % 8 == 0 && p.k <= (1 << 24), where, "k", "a multiple of 8 up to 2^24", p.k);
   const bool known = !p.batch_invariant && p.weight >= Weight::kFloat2 && p.resident[1] == kMeasuredSms;
-  for (const Measured& row : kMeasured) {
-    if (!known || row.n != p.n || row.k != p.k || p.m > row.m_to) continue;
-    Config c{.kernel = row.stream ? Kernel::kStream : Kernel::kTile,
-             .rows = row.rows,
-             .tokens = row.tokens,
-             .k_groups = row.k_groups,
-             .split = row.split};
-    if (complete(p, c, row.stages) != nullptr) continue;
-    // A cluster of more CTAs than a GPU takes, or than are free on a partitioned one.
-    if (c.ctas <= int64_t{p.resident[c.split]} * (shares_sm(c) ? 2 : 1) || c.split == 1) return c;
-  }
+  // The row that serves these tokens, where its Config can run.
+  const auto measured = [&](int terms, Config& c) {
+    for (const Measured& row : kMeasured) {
+      if (row.n != p.n || row.k != p.k || p.m > row.m_to || row.terms != terms) continue;
+      c = {.kernel = row.stream ? Kernel::kStream : Kernel::kTile,
+           .rows = row.rows,
+           .tokens = row.tokens,
+           .k_groups = row.k_groups,
+           .split = row.split,
+           .sums_apart = row.sums_apart};
+      if (complete(p, c, row.stages) != nullptr && complete(p, c) != nullptr) return false;
+      // A cluster of more CTAs than a GPU takes, or than are free on a partitioned one.
+      return c.split == 1 || c.ctas <= int64_t{p.resident[c.split]} * (shares_sm(c) ? 2 : 1);
+    }
+    return false;
+  };
   Config best;
+  if (known && (measured(weight_terms(p.weight), best) || measured(2, best))) return best;
+  best = {};
   double best_time = 0;
   const auto consider = [&](const Config& candidate) {
     for (const int stages : {0, 3, 4, 5, 6, 7}) {

@@ -13,182 +13,24 @@
 // Math    k16 steps. While a step's products run, the weights of the next are split and those after it read. Smaller
 //         terms come first: in each step, or, with three terms, in each group of 4. The tensor core truncates each sum,
 //         so the accumulator is moved to an ordinary fp32 sum, and restarted, every 16 of a consumer's steps for two
-//         terms, else every 4.
+//         terms, else every 4; where registers are short, groups of 2 and every 2.
 // Sum     over the k groups in shared memory, then over the cluster (cluster.cuh), ranks ascending. Both lie over the
-//         stages: a cluster barrier after the products says that nobody needs them any more.
+//         stages: a cluster barrier after the products says that nobody needs them any more. With sums_offset those of
+//         the cluster have memory of their own: a rank sends when it has finished, whoever still multiplies.
 // PDL     before pdl_wait() the first stages' weights are requested where params.prefetch allows it, and what follows
 //         is brought to L2 where params.l2_prefetch says so, x too: that reads nothing, so it may still be written.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_bf16.h>
 
 #include "hpc/cluster.cuh"
 #include "hpc/mbarrier.cuh"
 #include "hpc/pdl.cuh"
-#include "hpc/tma.cuh"
 #include "hpc/wgmma_rs.cuh"
-#include "kernels/params.hpp"
+#include "kernels/router_tile_load.cuh"
 #include "kernels/split.cuh"
 
 namespace hpc::router {
-
-template <int WM, int WK, int WN, int NT, Weight kWeight>
-struct TileShape {
-  static constexpr int kTerms = weight_terms(kWeight);
-  static constexpr bool kFloat = kWeight != Weight::kBf16;
-  static constexpr int kRows = 64 * WM;
-  static constexpr int kTokens = NT / WN;  // of a consumer
-  static constexpr int kConsumers = WM * WK * WN;
-  // With several consumers the producers are a whole warpgroup, so that it can give its registers away.
-  static constexpr int kProducers = kConsumers == 1 ? 2 : 4;  // warps
-  static constexpr int kThreads = 128 * kConsumers + 32 * kProducers;
-  static constexpr int kMinCtas = kConsumers == 1 ? 2 : 1;  // of an SM
-  // k16 steps of one accumulator: kPromoteBlocks blocks, or kPromote steps of a block.
-  static constexpr int kPromoteBlocks = kTerms == 2 ? 2 : 1;
-  static constexpr int kPromote = kTerms == 2 ? 8 : 4;
-  static constexpr int kGroup = kTerms == 3 ? 4 : 1;  // k16 steps whose smaller terms come before their first
-  static constexpr int kBlockK = tile_block_k(WK);    // 8 k16 steps for each consumer
-  static constexpr int kStageK = tile_stage_k(kRows, WK, NT, kWeight);
-  static constexpr int kBlockStages = kBlockK / kStageK;
-  static constexpr int kBoxes = kFloat && kStageK == 64 ? 2 : 1;  // of weights in a stage
-  static constexpr int kHalfBytes = kRows * 128;                  // one of them
-  static constexpr int kWeightBytes = kHalfBytes * kBoxes;
-  static constexpr int kStageBytes = tile_stage_bytes(kRows, WK, NT, kWeight);
-  static_assert(kStageBytes % 1024 == 0 && kTokens * kStageK * 2 % 512 == 0, "swizzled rows are aligned");
-  // Stages requested before the first has come: with large ones, a CTA that starts late waits for everybody's.
-  static constexpr int kBurst = WM == 1 && NT >= 192 ? 2 : kTileMaxStages;
-};
-
-__device__ __forceinline__ float2 load_shared_pair(uint32_t smem) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(smem));
-  return v;
-}
-
-__device__ __forceinline__ float4 load_shared_quad(uint32_t smem) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(smem));
-  return v;
-}
-
-__device__ __forceinline__ void store_shared_quad(uint32_t smem, float4 v) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-               : "memory");
-}
-
-__device__ __forceinline__ uint32_t load_shared_word(uint32_t smem) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(smem));
-  return v;
-}
-
-// Position in a ring of stages.
-struct Ring {
-  int slot = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance(int count, int stages) {
-    slot += count;
-    while (slot >= stages) {
-      slot -= stages;
-      phase ^= 1;
-    }
-  }
-};
-
-// Addresses in shared memory.
-struct TileMemory {
-  uint32_t stages, full, empty, sums_barrier;
-};
-
-// First block of k of this CTA, and how many it has.
-struct TileBlocks {
-  int first, count;
-  __device__ __forceinline__ TileBlocks(const TileParams& p, int rank) {
-    first = rank * p.k_blocks + min(rank, p.k_extra);
-    count = p.k_blocks + (rank < p.k_extra);
-  }
-};
-
-// The thread of producer warp `warp`: fills every kProducers-th slot of the ring with this CTA's part of k.
-template <int WM, int WK, int WN, int NT, Weight kWeight>
-__device__ __forceinline__ void produce_tiles(const TileParams& p, int warp, const CUtensorMap* weight_map,
-                                              const CUtensorMap* x_map, const TileMemory& memory) {
-  using Shape = TileShape<WM, WK, WN, NT, kWeight>;
-  constexpr int kProducers = Shape::kProducers;
-  const TileBlocks blocks(p, blockIdx.x);
-  const int total = blocks.count * Shape::kBlockStages;
-  const int k0 = blocks.first * Shape::kBlockK;
-  const int row0 = blockIdx.y * Shape::kRows;
-  const int token0 = blockIdx.z * NT;
-
-  const auto load_weight = [&](int slot, int i) {
-    const uint32_t barrier = memory.full + slot * 8;
-    const uint32_t target = memory.stages + slot * Shape::kStageBytes;
-    const int k = k0 + i * Shape::kStageK;
-    if (Shape::kBoxes == 2 && p.weight_columns == 64) {  // the map has chunks of 32 columns, two to a copy
-      tma_load_3d(target, weight_map, barrier, 0, row0, k / 32);
-    } else {
-      tma_load_3d(target, weight_map, barrier, k, row0, 0);
-      if (Shape::kBoxes == 2) tma_load_3d(target + Shape::kHalfBytes, weight_map, barrier, k + 32, row0, 0);
-    }
-  };
-  const auto load_x = [&](int slot, int i) {
-    tma_load_2d(memory.stages + slot * Shape::kStageBytes + Shape::kWeightBytes, x_map, memory.full + slot * 8,
-                k0 + i * Shape::kStageK, token0);
-  };
-
-  // Weights requested before the tokens of the first stage: all where the call starts under its predecessor; else few,
-  // or the first tokens would queue behind them.
-  constexpr int kAhead = Shape::kConsumers == 1 ? kTileMaxStages : 2;
-  const int early = min(p.stages, total);
-  const int ahead = min(early, kAhead);
-  if (!p.prefetch) pdl_wait();
-#pragma unroll 1
-  for (int i = warp; i < ahead; i += kProducers) {
-    mbarrier_arrive_expect_tx(memory.full + i * 8, Shape::kStageBytes);
-    load_weight(i, i);
-  }
-  if (Shape::kConsumers == 1 && p.l2_prefetch) {
-#pragma unroll 1
-    for (int i = warp; i < total; i += kProducers) {
-      const int k = k0 + i * Shape::kStageK;
-      const int turn = i / kProducers;  // what the CTAs of a row or column of tiles share is divided among them
-      if (turn % gridDim.y == blockIdx.y) tma_prefetch_2d(x_map, k, token0);
-      if (i >= ahead && turn % gridDim.z == blockIdx.z) {
-        if (Shape::kBoxes == 2 && p.weight_columns == 64) {
-          tma_prefetch_3d(weight_map, 0, row0, k / 32);
-        } else {
-          tma_prefetch_3d(weight_map, k, row0, 0);
-          if (Shape::kBoxes == 2) tma_prefetch_3d(weight_map, k + 32, row0, 0);
-        }
-      }
-    }
-  }
-  if (p.prefetch) pdl_wait();
-  pdl_trigger();
-#pragma unroll 1
-  for (int i = warp; i < early; i += kProducers) {
-    if (i >= Shape::kBurst) mbarrier_wait(memory.full + (i - Shape::kBurst) * 8, 0);
-    if (i >= ahead) {
-      mbarrier_arrive_expect_tx(memory.full + i * 8, Shape::kStageBytes);
-      load_weight(i, i);
-    }
-    load_x(i, i);
-  }
-  // A slot is always refilled by the same thread: waiting by parity, it must not miss a phase of it.
-  uint32_t phase = 0;
-#pragma unroll 1
-  for (int first = p.stages; first < total; first += p.stages, phase ^= 1) {
-#pragma unroll 1
-    for (int slot = warp; slot < p.stages && first + slot < total; slot += kProducers) {
-      mbarrier_wait(memory.empty + slot * 8, phase);
-      mbarrier_arrive_expect_tx(memory.full + slot * 8, Shape::kStageBytes);
-      load_weight(slot, first + slot);
-      load_x(slot, first + slot);
-    }
-  }
-}
 
 // Descriptor of token rows of 128 or 64 bytes in the swizzle of that width (8 rows are 1,024 or 512 bytes apart).
 template <int StageK>
@@ -278,8 +120,8 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
   // Stages are freed by whole groups of steps.
   constexpr int kFreeSteps = kGroup > kSteps ? kGroup : kSteps;
   const auto release_group = [&](int last_slot) {
-    release(last_slot);
     if (kFreeSteps > kSteps) release(before(last_slot));
+    release(last_slot);
   };
   Ring ring;     // of raw
   int slot = 0;  // of the step being multiplied
@@ -419,6 +261,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   memory.full = memory.stages + p.stages * Shape::kStageBytes;
   memory.empty = memory.full + kTileMaxStages * 8;
   memory.sums_barrier = memory.empty + kTileMaxStages * 8;
+  const bool sums_apart = p.sums_offset > 0;
   const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
   const int rank = blockIdx.x;
   const bool producer = group == Shape::kConsumers;
@@ -438,6 +281,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
     tma_prefetch_map(&x_map);
   }
   __syncthreads();
+  if (sums_apart) cluster_arrive_relaxed();  // the barriers of all ranks exist before a sum is sent
   if (producer) {
     if constexpr (Shape::kConsumers == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x % 32 == 0) {
@@ -447,13 +291,16 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
       pdl_trigger();
     }
     __syncwarp();
-    if (p.split > 1) {
+    if (sums_apart) {
+      cluster_wait();
+    } else if (p.split > 1) {
       cluster_arrive_relaxed();
       cluster_wait();
     }
     return;
   }
   if constexpr (Shape::kConsumers == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  if (sums_apart) cluster_wait();
   pdl_wait();
   pdl_trigger();
   float sum[Shape::kTokens / 2];
@@ -508,11 +355,14 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   }
 
   // Everybody has finished with its stages (relaxed: they were only read), and its barrier exists.
-  cluster_arrive_relaxed();
-  cluster_wait();
+  if (!sums_apart) {
+    cluster_arrive_relaxed();
+    cluster_wait();
+  }
+  const uint32_t sums = memory.stages + p.sums_offset;
   // Block b of the tile is rank b % split's, its block b / split, and comes to it from everybody, itself included.
   const int first_block = wm * Block::kTokenBlocks + wn * kBlocks;
-  const uint32_t my_slot = memory.stages + rank * p.sum_part * Block::kBytes + thread * 16;
+  const uint32_t my_slot = sums + rank * p.sum_part * Block::kBytes + thread * 16;
   int owner = first_block % p.split;
   int index = first_block / p.split;
 #pragma unroll
@@ -536,7 +386,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   const auto add_and_store = [&]<int kSplit, int kUnroll>() {
     const int split = kSplit > 0 ? kSplit : p.split;
     int b = begin + (rank + p.split - (first_block + begin) % p.split) % p.split;
-    uint32_t slot = memory.stages + (first_block + b) / p.split * Block::kBytes + thread * 16;
+    uint32_t slot = sums + (first_block + b) / p.split * Block::kBytes + thread * 16;
     const uint32_t next_rank = p.sum_part * Block::kBytes;
 #pragma unroll 1
     while (b < end) {

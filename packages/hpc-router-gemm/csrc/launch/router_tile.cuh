@@ -2,6 +2,8 @@
 // parallel.
 #pragma once
 
+#include <utility>
+
 #include "hpc/launch.hpp"
 #include "hpc/tensor_map.hpp"
 #include "kernels/router_tile.cuh"
@@ -20,6 +22,26 @@ void launch_wgmma_tile(const TileParams& params, const CUtensorMap& weight_map, 
   launch_config.stream = stream;
   launch_config.cluster = config.split;
   launch(router_tile_kernel<WM, WK, WN, NT, kWeight>, launch_config, params, weight_map, x_map);
+}
+
+using TileLauncher = void (*)(const TileParams&, const CUtensorMap&, const CUtensorMap&, const Config&, cudaStream_t);
+
+// The launcher of a compiled tile, or null.
+template <Weight kWeight>
+TileLauncher tile_launcher(const Config& config) {
+  TileLauncher found = nullptr;
+  const auto match = [&]<size_t kIndex>() {
+    constexpr WgmmaTile kTile = kWgmmaTiles[kIndex];
+    if constexpr (weight_terms(kWeight) <= kTile.terms) {
+      if (kTile.rows == config.rows && kTile.k_groups == config.k_groups && kTile.tokens == config.tokens) {
+        found = launch_wgmma_tile<kWeight, kTile.rows / 64, kTile.k_groups, kTile.token_groups(), kTile.tokens>;
+      }
+    }
+  };
+  [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    (match.template operator()<kIndex>(), ...);
+  }(std::make_index_sequence<std::size(kWgmmaTiles)>());
+  return found;
 }
 
 // The weight as boxes of 128 bytes x rows. With `paired` the map has chunks of 32 columns and a box has two of them.
@@ -60,6 +82,8 @@ void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
   params.k_extra = k_blocks % config.split;
   params.split = config.split;
   params.sum_part = tile_sum_part(config.rows, config.tokens, config.split);
+  params.sums_offset =
+      config.sums_apart ? tile_sums_offset(config.rows, config.k_groups, config.tokens, kWeight, config.stages) : 0;
   params.weight_columns = paired ? 64 : 128 / weight_bytes(kWeight);
   params.stages = config.stages;
   params.prefetch = gemm.prefetch;
@@ -71,24 +95,8 @@ void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
                                                 {gemm.m > 1 ? static_cast<uint64_t>(gemm.x_stride) * 2 : k * 2},
                                                 {static_cast<uint32_t>(stage_k), static_cast<uint32_t>(config.tokens)}},
                                                stage_k == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
-  using Launcher = void (*)(const TileParams&, const CUtensorMap&, const CUtensorMap&, const Config&, cudaStream_t);
-  static constexpr Launcher launchers[] = {launch_wgmma_tile<kWeight, 1, 1, 1, 32>,
-                                           launch_wgmma_tile<kWeight, 1, 1, 1, 64>,
-                                           launch_wgmma_tile<kWeight, 1, 1, 1, 104>,
-                                           launch_wgmma_tile<kWeight, 1, 1, 1, 128>,
-                                           launch_wgmma_tile<kWeight, 1, 1, 2, 208>,
-                                           launch_wgmma_tile<kWeight, 1, 2, 1, 104>,
-                                           launch_wgmma_tile<kWeight, 1, 2, 1, 128>,
-                                           launch_wgmma_tile<kWeight, 1, 2, 1, 192>,
-                                           launch_wgmma_tile<kWeight, 2, 1, 1, 128>,
-                                           launch_wgmma_tile<kWeight, 2, 1, 1, 192>};  // in the order of kWgmmaTiles
-  static_assert(std::size(launchers) == std::size(kWgmmaTiles));
-  for (size_t i = 0; i < std::size(kWgmmaTiles); ++i) {
-    const WgmmaTile& tile = kWgmmaTiles[i];
-    if (tile.rows == config.rows && tile.k_groups == config.k_groups && tile.tokens == config.tokens) {
-      return launchers[i](params, weight_map, x_map, config, stream);
-    }
-  }
+  const TileLauncher launcher = tile_launcher<kWeight>(config);
+  if (launcher != nullptr) return launcher(params, weight_map, x_map, config, stream);
   throw std::logic_error("hpc_router_gemm: a Config with a tile that is not compiled");
 }
 

@@ -10,24 +10,34 @@ from hpc_common.checks import fail
 from hpc_common.timing import Candidate, Row, buffer_sets, measure, results
 
 from . import _C
+from .tuned import CONFIG_FIELDS
 
 SIZES = ((192, 4096), (384, 3072), (768, 6144))
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MAX_SETS = 48
 _LIGHT_SMEM = 113 * 1024  # of a CTA where two share an SM: more stages than fit need to be tried by hand
-_FIELDS = ("kernel", "rows", "tokens", "k_groups", "split", "stages")
 
 
 def candidate_configs(m: int, n: int, k: int, terms: int, count: int) -> list["_C.Config"]:
-    """The chosen Config first, then up to ``count`` - 1 others by the model's estimate, at most five of one tile."""
+    """The chosen Config first, then up to ``count`` - 1 others by the model's estimate.
+
+    At most five have the same tile and place for the sums.
+    """
     stream = [
         {"kernel": "stream", "rows": r, "tokens": t, "split": s}
         for (r, t), s in itertools.product(_C.STREAM_TILES, range(1, 9))
         if t <= max(8, 2 * m) and m <= 1024
     ]
     tile = [
-        {"kernel": "tile", "rows": r, "k_groups": g, "tokens": t, "split": s}
-        for (r, g, t), s in itertools.product(_C.WGMMA_TILES, (*range(1, 9), 16))
+        {
+            "kernel": "tile",
+            "rows": r,
+            "k_groups": g,
+            "tokens": t,
+            "split": s,
+            "sums_apart": apart,
+        }
+        for (r, g, t), s, apart in itertools.product(_C.WGMMA_TILES, (*range(1, 9), 16), (False, True))
         if t <= max(32, 2 * m) and m >= 16
     ]
     found: dict[str, tuple[float, _C.Config]] = {}
@@ -41,7 +51,7 @@ def candidate_configs(m: int, n: int, k: int, terms: int, count: int) -> list["_
     chosen = _C.choose_config(m=m, n=n, k=k, terms=terms)
     result, per_tile = [chosen], {}
     for name, (_, config) in sorted(found.items(), key=lambda item: item[1][0]):
-        tile_name = (config.kernel, config.rows, config.tokens, config.k_groups)
+        tile_name = (config.kernel, config.rows, config.tokens, config.k_groups, config.sums_apart)
         per_tile[tile_name] = per_tile.get(tile_name, 0) + 1
         if name != repr(chosen) and per_tile[tile_name] <= 5 and len(result) < count:
             result.append(config)
@@ -53,7 +63,7 @@ def _cublas(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _times(m: int, n: int, k: int, count: int, device: torch.device, timer: Callable[..., list[Row]]) -> dict[str, Any]:
-    """The fastest Config for two terms, its time, linear's with it and three terms, and cuBLAS's."""
+    """The fastest Config for two terms and for three (linear), their times, and cuBLAS's."""
     from . import _cuda
 
     sets = buffer_sets(4 * n * k + 2 * m * k + 4 * m * n, _MAX_SETS)
@@ -62,25 +72,22 @@ def _times(m: int, n: int, k: int, count: int, device: torch.device, timer: Call
     out = torch.empty(m, n, device=device)
     pairs = list(zip(xs, weights, strict=True))
     case = f"{n}x{k} m={m}"
-    configs = candidate_configs(m, n, k, 2, count)
 
     def ours(config: "_C.Config", terms: int, early: bool) -> list[Callable[[], None]]:
         return [lambda x=x, w=w: _cuda.scores(x, w, terms, False, early, out, config) for x, w in pairs]
 
-    rows = timer([Candidate("router-2", case, repr(c), ours(c, 2, True)) for c in configs], rounds=5, device=device)
-    us, fastest = min(((row.us, i) for i, row in enumerate(rows)), key=lambda pair: pair[0])
-    best = configs[fastest]
-    try:
-        three = _C.make_config(m=m, n=n, k=k, terms=3, **{name: getattr(best, name) for name in _FIELDS})
-    except ValueError:  # more stages than fit beside a third term's
-        three = _C.choose_config(m=m, n=n, k=k, terms=3)
+    def fastest(op: str, terms: int, early: bool) -> tuple[float, dict[str, Any]]:
+        configs = candidate_configs(m, n, k, terms, count)
+        rows = timer([Candidate(op, case, repr(c), ours(c, terms, early)) for c in configs], rounds=5, device=device)
+        us, best = min(((row.us, i) for i, row in enumerate(rows)), key=lambda pair: pair[0])
+        return us, {name: getattr(configs[best], name) for name in CONFIG_FIELDS}
+
+    us, config = fastest("router-2", 2, True)
+    linear_us, three = fastest("linear-3", 3, False)
     calls = [lambda x=x, w=w: _cublas(x, w) for x, w in pairs]
-    candidates = [Candidate("linear-3", case, "ours", ours(three, 3, False))]
-    candidates.append(Candidate("linear-3", case, "cuBLAS fp32", calls))
-    linear_us, cublas_us = (row.us for row in timer(candidates, rounds=5, device=device))
-    config = {name: getattr(best, name) for name in _FIELDS}
-    times = {"us": us, "linear_us": linear_us, "cublas_us": cublas_us}
-    return {"n": n, "k": k, "m_to": m, **config, **{name: round(value, 3) for name, value in times.items()}}
+    cublas_us = timer([Candidate("linear-3", case, "cuBLAS fp32", calls)], rounds=5, device=device)[0].us
+    times = {"us": round(us, 3), "linear_us": round(linear_us, 3), "cublas_us": round(cublas_us, 3)}
+    return {"n": n, "k": k, "m_to": m, **config, "three": three, **times}
 
 
 def tune(

@@ -20,14 +20,16 @@ from . import _C
 ENVIRONMENT = "HPC_ROUTER_TUNED"
 _WHERE = f"hpc_router_gemm: {ENVIRONMENT}"
 _CONFIG_FIELDS = ("kernel", "rows", "tokens", "k_groups", "split", "stages")
+CONFIG_FIELDS = (*_CONFIG_FIELDS, "sums_apart")
 
 
 @dataclass(frozen=True)
 class Choice:
     """What was fastest for up to ``m_to`` tokens (and more than the row before it has).
 
-    config: fields of ``_C.make_config``. us, linear_us, cublas_us: microseconds a call of router_gemm with two terms,
-    of linear with three, and of cuBLAS fp32 with the cast of the activations.
+    config: fields of ``_C.make_config`` for two terms; config_three: for three, None in older tables, where config
+    serves. us, linear_us, cublas_us: microseconds a call of router_gemm with two terms, of linear with three, and of
+    cuBLAS fp32 with the cast of the activations.
     """
 
     m_to: int
@@ -35,6 +37,7 @@ class Choice:
     us: float
     linear_us: float
     cublas_us: float
+    config_three: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,21 @@ CROSSOVERS: dict[str, tuple[str, dict[tuple[int, int], tuple[tuple[int, int], ..
 }
 
 
+def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    older = {"sums_apart": False}
+    return {name: row[name] for name in _CONFIG_FIELDS} | older | {name: row[name] for name in older if name in row}
+
+
 def _row(path: pathlib.Path, row: Any) -> tuple[tuple[int, int], Choice]:
     try:
         size = int(row["n"]), int(row["k"])
-        config = {name: row[name] for name in _CONFIG_FIELDS}
+        config = _fields(row)
+        three = _fields(row["three"]) if "three" in row else None
         times = {name: float(row[name]) for name in ("us", "linear_us", "cublas_us")}
         _C.make_config(m=int(row["m_to"]), n=size[0], k=size[1], terms=2, **config)
-        return size, Choice(int(row["m_to"]), config, **times)
+        if three is not None:
+            _C.make_config(m=int(row["m_to"]), n=size[0], k=size[1], terms=3, **three)
+        return size, Choice(int(row["m_to"]), config, **times, config_three=three)
     except (KeyError, TypeError, ValueError) as error:
         fail(_WHERE, str(path), "a table that hpc tune router wrote", f"the row {row!r} ({error})")
 
@@ -118,8 +129,9 @@ def _config(name: str, m: int, n: int, k: int, terms: int) -> "_C.Config | None"
     choice = None if table is None else table.choice(m, n, k)
     if choice is None:
         return None
+    three = terms == 3 and choice.config_three is not None
     try:
-        return _C.make_config(m=m, n=n, k=k, terms=terms, **choice.config)
+        return _C.make_config(m=m, n=n, k=k, terms=terms, **(choice.config_three if three else choice.config))
     except ValueError:  # its stages don't fit with other terms, say
         return None
 
