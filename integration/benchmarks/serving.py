@@ -3,30 +3,31 @@
     python3 serving.py --backend hpc --backend default --json h200.json --plot h200.png
     python3 serving.py --backend hpc --soak 400
 
-Every backend serves the same model (dummy weights of Qwen3-30B-A3B-FP8's shape, or --config) in engines of its own, one
-after the other. A row is a batch: requests that arrive together with prompts of the lengths given. Each is generated
-with one new token, which gives the time to the first token (TTFT, of the whole batch), and with ``--tokens``:
+Every backend serves the same model (dummy weights of Qwen3-30B-A3B-FP8's shape, or --config) in an engine of its own,
+one after the other or --together. A row is a batch: requests that arrive together with prompts of the lengths given.
+With prompts never seen before and one new token each, it gives the time to the first token (TTFT, of the whole batch).
+Then the same prompts, now in the prefix cache, so that little but decode is left:
 
     TPOT = (time with --tokens - time with 1) / (--tokens - 1), medians over --repeats, taken in turns
 
-Prompts are random and the radix cache is off, so nothing is reused. With --soak, mixed requests follow each other
-instead, and what is checked is that all of them end, that every logprob is a number, and that memory does not grow.
+The rows are asked for unless --profile or --soak is. --profile says where a decode step's time goes, kernel by kernel.
+With --soak mixed requests follow each other, and what is checked is that all of them end, that every logprob is a
+number, and that memory does not grow.
 """
 
 import argparse
 import json
-import math
 import os
 import pathlib
-import random
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from typing import Any
 
+import step_times
 from hpc_common.lengths import format_lengths, parse_lengths
+
+HERE = pathlib.Path(__file__).parent
 
 QWEN3_30B_A3B = dict(
     architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", vocab_size=151936, hidden_size=2048,
@@ -62,7 +63,7 @@ BACKENDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 ENGINE = dict(
     load_format="dummy", skip_tokenizer_init=True, sampling_backend="pytorch", grammar_backend="none",
-    disable_radix_cache=True, mem_fraction_static=0.75, log_level="warning", random_seed=1,
+    mem_fraction_static=0.75, log_level="warning", random_seed=1,
     disable_prefill_cuda_graph=True,  # their capture takes a minute and a half
 )  # fmt: skip
 
@@ -72,131 +73,95 @@ def lengths_of(row: str) -> list[int]:
     return list(AZURE) if row == "azure" else parse_lengths(row)
 
 
-class Server:
-    """One engine and what is asked of it."""
+class Child:
+    """An engine of one backend in a process of its own (``serving_child``), and everything it said."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        import sglang
-
-        arguments, _ = BACKENDS[options.one]
-        folder = tempfile.mkdtemp()
-        config = json.loads(pathlib.Path(options.config).read_text()) if options.config else QWEN3_30B_A3B
-        pathlib.Path(folder, "config.json").write_text(json.dumps(config))
-        self.vocabulary = config["vocab_size"]
-        self.random = random.Random(0)
+    def __init__(self, backend: str, options: argparse.Namespace) -> None:
+        arguments, environment = BACKENDS[backend]
         more = dict(pair.split("=", 1) for pair in options.engine)
         more = {name: json.loads(value) if value[:1] in '"[{-0123456789tfn' else value for name, value in more.items()}
-        start = time.perf_counter()
-        self.engine = sglang.Engine(model_path=folder, **{**ENGINE, **arguments, **more})
-        self.start_s = time.perf_counter() - start
+        config = json.loads(pathlib.Path(options.config).read_text()) if options.config else QWEN3_30B_A3B
+        own = {"nccl_port": 28861 + 10 * list(BACKENDS).index(backend)}  # else two that start together take the same
+        given = {"arguments": {**ENGINE, **own, **arguments, **more}, "config": config}
+        self.backend = backend
+        self.rows: list[dict[str, Any]] = []
+        self.log = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, HERE / "serving_child.py", json.dumps(given)], text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self.log, env={**os.environ, **environment},
+        )  # fmt: skip
 
-    def prompts(self, lengths: list[int]) -> list[list[int]]:
-        return [[self.random.randrange(self.vocabulary) for _ in range(length)] for length in lengths]
+    def hear(self) -> bool:
+        """Wait for one reply and print it; False where the child has ended, whose last words are then a row."""
+        line = self.process.stdout.readline()
+        if line:
+            self.rows.append({"backend": self.backend, **json.loads(line)})
+        elif self.process.wait() or not self.rows:
+            self.log.seek(0)
+            self.rows.append({"backend": self.backend, "row": "failed", "log": self.log.read()[-3000:]})
+        print(text(self.rows[-1]), flush=True)
+        return bool(line)
 
-    def seconds(self, lengths: list[int], new_tokens: int) -> float:
-        """How long a batch takes from its arrival to its last token."""
-        prompts = self.prompts(lengths)
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        start = time.perf_counter()
-        answers = self.engine.generate(input_ids=prompts, sampling_params=sampling)
-        end = time.perf_counter()
-        made = [len(answer["output_ids"]) for answer in answers]
-        if made != [new_tokens] * len(lengths):
-            raise RuntimeError(f"asked for {new_tokens} tokens of each request, got {made}")
-        return end - start
+    def ask(self, **command: Any) -> bool:
+        """Send a command and hear its reply; False where there is no child any more."""
+        if self.rows and self.rows[-1]["row"] == "failed":
+            return False
+        try:
+            print(json.dumps(command), file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            pass
+        return self.hear()
 
-    def row(self, row: str, new_tokens: int, repeats: int) -> dict[str, Any]:
-        lengths = lengths_of(row)
-        self.seconds(lengths, 4)  # kernels are compiled and tuned for these sizes
-        first, whole = [], []
-        for _ in range(repeats):
-            first.append(self.seconds(lengths, 1))
-            whole.append(self.seconds(lengths, new_tokens))
-        ttft, total = statistics.median(first), statistics.median(whole)
-        return {
-            "row": row,
-            "requests": len(lengths),
-            "prompt_tokens": sum(lengths),
-            "new_tokens": new_tokens,
-            "tpot_ms": 1e3 * (total - ttft) / (new_tokens - 1),
-            "ttft_ms": 1e3 * ttft,
-            "tokens_per_s": len(lengths) * new_tokens / total,
-        }
-
-    def soak(self, count: int, most: int) -> dict[str, Any]:
-        """``count`` requests of mixed lengths, all handed over at once; raises where one is not as asked."""
-        lengths = [int(math.exp(self.random.uniform(math.log(8), math.log(most)))) for _ in range(count)]
-        wanted = [self.random.randint(4, 200) for _ in range(count)]
-        self.seconds(lengths[:16], 8)
-        before, start = device_memory(), time.perf_counter()
-        answers = self.engine.generate(
-            input_ids=self.prompts(lengths),
-            sampling_params=[{"temperature": 0.8, "max_new_tokens": n, "ignore_eos": True} for n in wanted],
-            return_logprob=True,
-        )
-        seconds = time.perf_counter() - start
-        for number, (answer, want) in enumerate(zip(answers, wanted, strict=True)):
-            logprobs = [pair[0] for pair in answer["meta_info"]["output_token_logprobs"]]
-            if len(logprobs) != want or not all(math.isfinite(value) and value <= 0 for value in logprobs):
-                raise RuntimeError(
-                    f"request {number} ({lengths[number]} tokens): {len(logprobs)} of {want}: {logprobs}"
-                )
-        after = device_memory()
-        return {"row": f"soak {count}", "requests": count, "seconds": seconds, "tokens": sum(wanted),
-                "memory_mib": [before, after]}  # fmt: skip
+    def end(self) -> None:
+        """Let the engine go."""
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass
+        self.process.wait()
 
 
-def device_memory() -> int | None:
-    """MiB in use on the first GPU; None where there is none."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def serve_one(options: argparse.Namespace) -> None:
-    """The child's part: all rows of one backend, each printed as one JSON line on the original stdout."""
-    reply = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def say(entry: dict[str, Any]) -> None:
-        print(json.dumps({"backend": options.one, **entry}), file=reply, flush=True)
-
-    server = Server(options)
-    say({"row": "start", "seconds": server.start_s})
+def commands(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What every backend is asked, in this order."""
+    asked = [
+        {"do": "row", "row": row, "lengths": lengths_of(row), "tokens": options.tokens, "repeats": options.repeats,
+         "behind": options.behind}
+        for row in options.row
+    ]  # fmt: skip
+    asked += [
+        {"do": "profile", "row": row, "lengths": lengths_of(row), "tokens": 16, "behind": options.behind,
+         "folder": options.traces}
+        for row in options.profile
+    ]  # fmt: skip
     if options.soak:
-        say(server.soak(options.soak, options.longest))
-    for row in [] if options.soak else options.row:
-        say(server.row(row, options.tokens, options.repeats))
-    server.engine.shutdown()
+        asked.append({"do": "soak", "count": options.soak, "longest": options.longest})
+    return asked
 
 
-def collect(options: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
-    """Every backend in a process of its own; a backend that fails is a row with its last words."""
+def collect(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows of all backends: one after the other, or --together: started at once, and every row asked in turns."""
+    groups = [options.backend] if options.together else [[backend] for backend in options.backend]
     rows = []
-    for backend in options.backend:
-        environment = {**os.environ, **BACKENDS[backend][1]}
-        command = [sys.executable, __file__, "--one", backend, *arguments]
-        with tempfile.TemporaryFile("w+") as log:
-            child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
-            for line in child.stdout:
-                rows.append(json.loads(line))
-                print(text(rows[-1]), flush=True)
-            if child.wait():
-                log.seek(0)
-                last = log.read()[-2000:]
-                rows.append({"backend": backend, "row": "failed", "log": last})
-                print(f"{backend}: failed\n{last}", flush=True)
+    for group in groups:
+        children = [Child(backend, options) for backend in group]
+        for child in children:
+            child.hear()
+        for command in commands(options):
+            for child in children:
+                child.ask(**command)
+        for child in children:
+            child.end()
+            rows += child.rows
     return rows
 
 
 def text(entry: dict[str, Any]) -> str:
-    numbers = {name: value for name, value in entry.items() if name not in ("backend", "row", "log")}
+    numbers = {name: value for name, value in entry.items() if name not in ("backend", "row", "log", "step")}
     shown = (
         f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}" for name, value in numbers.items()
     )
-    return f"{entry['backend']:14s} {entry['row']:14s} {', '.join(shown)}"
+    more = "\n" + step_times.text(entry["step"]) if "step" in entry else entry.get("log", "")
+    return f"{entry['backend']:14s} {entry['row']:14s} {', '.join(shown)}{more}"
 
 
 def table(rows: list[dict[str, Any]], value: str = "tpot_ms") -> str:
@@ -251,23 +216,24 @@ def main() -> None:
     parser.add_argument("--row", action="append", help=f"lengths such as 1x32K+15x1K, or azure; default {ROWS}")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each request")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--soak", type=int, default=0, metavar="REQUESTS", help="mixed requests instead of rows")
+    parser.add_argument("--behind", type=int, default=8192, help="tokens of the prompt that a batch gathers behind")
+    parser.add_argument("--together", action="store_true", help="engines side by side on the GPU, asked in turns")
+    parser.add_argument("--profile", action="append", default=[], metavar="ROW", help="kernels of a decode step")
+    parser.add_argument("--traces", help="keep the traces of --profile in this folder")
+    parser.add_argument("--soak", type=int, default=0, metavar="REQUESTS", help="mixed requests")
     parser.add_argument("--longest", type=int, default=16384, help="longest prompt of --soak")
     parser.add_argument("--config", help="a config.json; default the shape of Qwen3-30B-A3B-FP8")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help="more engine arguments")
     parser.add_argument("--json", help="write the rows here")
     parser.add_argument("--plot", help="draw the rows here")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.row = options.row or list(ROWS)
+    if options.row is None:
+        options.row = [] if options.soak or options.profile else list(ROWS)
     options.backend = options.backend or ["hpc", "default"]
-    for row in options.row:
+    for row in options.row + options.profile:
         if row != "azure":
             format_lengths(parse_lengths(row))
-    if options.one:
-        serve_one(options)
-        return
-    rows = collect(options, sys.argv[1:])
+    rows = collect(options)
     print(table(rows))
     if options.json:
         from hpc_common.timing import write_results
