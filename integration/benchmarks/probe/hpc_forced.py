@@ -33,11 +33,13 @@ def forward(sampler: Any, logits_output: Any, *args: Any, **kwargs: Any) -> torc
 
 
 def report(scheduler: Any, path: str) -> None:
-    """Write the rows kept so far and what this process's operators counted; then forget them."""
+    """Write the rows kept so far and what this process's operators counted, on the first rank; then forget them."""
+    from hpc_sglang.compat import first_rank
     from hpc_sglang.counters import calls
 
     seen = {"rows": rows, "calls": dict(calls), "pid": os.getpid()}
-    pathlib.Path(path).write_text(json.dumps(seen))
+    if first_rank():
+        pathlib.Path(path).write_text(json.dumps(seen))
     rows.clear()
 
 

@@ -1,0 +1,147 @@
+"""Engines that say tokens known beforehand, and the logprobs of these: what device_check and rank_check compare.
+
+One model with random weights (Qwen3-MoE, not a model that upstream's FP8 attention knows), served by every ``Lane`` in
+an engine of its own, all side by side. Requests of mixed lengths are answered with tokens known beforehand
+(``probe/hpc_forced.py``), so that logprobs can be compared step by step.
+"""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+HERE = pathlib.Path(__file__).parent
+MODEL = dict(
+    vocab_size=4096, hidden_size=1024, intermediate_size=1024, moe_intermediate_size=512, num_hidden_layers=6,
+    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=16, num_experts_per_tok=4,
+    norm_topk_prob=True, max_position_embeddings=16384, initializer_range=0.15, tie_word_embeddings=False,
+    bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+NEW_TOKENS = 48
+LENGTHS = (1, 130, 511, 900, 4000, 64, 9000, 192, 1023, 256, 333, 2500, 700, 400, 4111, 640)
+ENGINE = dict(
+    skip_tokenizer_init=True, sampling_backend="pytorch", grammar_backend="none", max_total_tokens=40960,
+    max_running_requests=16, chunked_prefill_size=32768, max_prefill_tokens=32768, disable_radix_cache=True,
+    mem_fraction_static=0.9, moe_runner_backend="triton", log_level="info", disable_overlap_schedule=True,
+    disable_prefill_cuda_graph=True,  # their capture takes longer than all the rest
+)  # fmt: skip
+BLOCK = 128
+E4M3_MAX = 448.0
+
+
+def make_checkpoint(folder: str, settings: dict[str, Any]) -> None:
+    """A random model in bf16, as transformers saves it."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**MODEL, **settings})).to(torch.bfloat16)
+    model.cpu().save_pretrained(folder)
+
+
+def to_block_fp8(weight: Any) -> tuple[Any, Any]:
+    """A matrix as e4m3 with one fp32 scale a block of 128 x 128: (values, scales), weight = values * scales."""
+    import torch
+
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))  # [row block, row, column block, column]
+    scales = blocks.abs().amax((1, 3)).clamp(min=1e-8) / E4M3_MAX
+    values = (blocks / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :columns]
+    return values.to(torch.float8_e4m3fn).contiguous(), scales
+
+
+def quantise_checkpoint(source: str, folder: str) -> None:
+    """The checkpoint in ``source`` with every projection of attention and experts in block FP8."""
+    from safetensors.torch import load_file, save_file
+
+    pathlib.Path(folder).mkdir(parents=True)
+    tensors = {}
+    for file in pathlib.Path(source).glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            if re.search(r"layers\..*_proj\.weight$", name):
+                tensors[name], tensors[f"{name}_scale_inv"] = to_block_fp8(tensor)
+            else:
+                tensors[name] = tensor
+    save_file(tensors, pathlib.Path(folder, "model.safetensors"), {"format": "pt"})
+    config = json.loads(pathlib.Path(source, "config.json").read_text())
+    config["quantization_config"] = dict(
+        quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[BLOCK, BLOCK]
+    )
+    pathlib.Path(folder, "config.json").write_text(json.dumps(config))
+
+
+@dataclass
+class Lane:
+    """One engine: a name, a checkpoint's folder, arguments; then what it said.
+
+    at: the forced token's logprob by position. calls: of this package's operators, in the first rank's process.
+    """
+
+    name: str
+    model: str
+    arguments: dict[str, Any]
+    at: dict[int, float] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    log: str = ""
+
+    def start(self, out: str, lengths: list[int], port: int) -> None:
+        """Start the engine's process. port: of its own; engines that start together would take the same free one."""
+        given = dict(model=self.model, arguments={**self.arguments, "nccl_port": port}, lengths=lengths, out=out)
+        paths = os.pathsep.join(filter(None, (str(HERE / "probe"), os.environ.get("PYTHONPATH"))))
+        self._out, self._lengths = out, lengths
+        with open(f"{out}.log", "w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, json.dumps(given)], stdout=log, stderr=log,
+                env={**os.environ, "PYTHONPATH": paths},
+            )  # fmt: skip
+
+    def finish(self) -> bool:
+        """Wait for the engine; False where it failed or said something else than was asked, which ``log`` ends with."""
+        code = self._process.wait()
+        self.log = pathlib.Path(f"{self._out}.log").read_text()
+        if code:
+            return False
+        seen = json.loads(pathlib.Path(self._out).read_text())
+        self.calls = seen["calls"]
+        self.at = {int(position): forced for position, forced, _ in seen["rows"]}
+        wanted = {length - 1 + step for length in self._lengths for step in range(NEW_TOKENS)}
+        if set(self.at) != wanted or len(seen["rows"]) != len(wanted):
+            self.log += f"\nexpected {len(wanted)} tokens, got {len(seen['rows'])}"
+            return False
+        if any(value != value for row in seen["rows"] for value in row):
+            self.log += "\na logprob is NaN"
+            return False
+        return True
+
+
+def difference(one: Lane, other: Lane) -> float:
+    """Mean over requests and steps of |difference| of the forced token's logprob."""
+    return sum(abs(one.at[position] - other.at[position]) for position in one.at) / len(one.at)
+
+
+def serve(given: dict[str, Any]) -> None:
+    """The child's part: one engine, one batch, its logprobs as JSON in ``out``."""
+    import random
+
+    import sglang
+
+    source = random.Random(3)
+    prompts = [[source.randrange(MODEL["vocab_size"]) for _ in range(length)] for length in given["lengths"]]
+    engine = sglang.Engine(model_path=given["model"], **{**ENGINE, **given["arguments"]})
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    engine.generate(input_ids=prompts[:2], sampling_params={**sampling, "max_new_tokens": 2})
+    engine.collective_rpc("hpc_forced_report", path=given["out"])
+    engine.generate(input_ids=prompts, sampling_params=sampling)
+    engine.collective_rpc("hpc_forced_report", path=given["out"])
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))
