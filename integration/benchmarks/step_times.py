@@ -27,9 +27,9 @@ def kernels_of(path: str) -> list[dict[str, Any]]:
 
 
 def short(name: str) -> str:
-    """A kernel's name without its return type, arguments and long template arguments."""
-    name = re.sub(r"^void ", "", name.split("(", 1)[0] if not name.startswith("(") else name)
-    return name if len(name) <= 72 else name[:72]
+    """A kernel's name without its return type, its arguments and what is long in template arguments."""
+    name = re.sub(r"^void ", "", name.replace("(anonymous namespace)::", ""))
+    return name.split("(", 1)[0][:72]
 
 
 def breakdown(path: str) -> dict[str, Any]:

@@ -119,6 +119,7 @@ def test_greedy_tokens_are_transformers(driver: Driver, model: str) -> None:
     assert calls["attention.decode"] * plans == calls["attention.update"] * layers
     assert calls["attention.decode"] >= layers * 2 * 7
     assert bool(calls.get("router.gemm")) is (model == "hunyuan-v3"), calls
+    assert bool(calls.get("router.route")) is (model == "qwen3-moe"), calls
     if update:
         check_update(result["updated"], result["got"][0])
 

@@ -47,7 +47,7 @@ def test_used(tmp_path: pathlib.Path) -> None:
     found = verdicts(tmp_path, *BOTH, "--tp", "4", "--ep-size=2", "--some-other-flag", "--mem-fraction-static", "0.8")
     assert found == {
         ATTENTION: (True, "hpc_attention.decode, by --attention-backend hpc"),
-        ROUTER: (False, "this model has no gate that is known here"),
+        ROUTER: (True, "the gates of Qwen3MoeSparseMoeBlock and the choice of experts, 1 bf16 term"),
         MOE: (
             True,
             "hpc_moe.fused_moe for block FP8 experts (64 of 384 x 2048 on this rank), by --moe-runner-backend hpc_ops",
@@ -158,6 +158,7 @@ def test_known_architectures_are_sglangs(plugged: Any) -> None:
         "MiniMaxM2MoE": "minimax_m2",
         "MiniMaxM3MoE": "minimax_m3",
         "LongcatFlashRouter": "longcat_flash",
+        "Qwen3MoeSparseMoeBlock": "qwen3_moe",
     }
     others = {"Glm4vMoeForConditionalGeneration": "glm4v_moe", "Step3p7ForConditionalGeneration": "step3p7"}
     others["MiniMaxM3SparseForConditionalGeneration"] = "minimax_m3_vl"

@@ -335,6 +335,70 @@ def test_a_failure_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record.reason(ROUTER) == "taking the gates over failed: division by zero"
 
 
+def qwen3_moe(**settings: Any) -> nn.Module:
+    from sglang.srt.layers.moe.topk import TopKConfig
+    from sglang.srt.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    topk = SimpleNamespace(topk_config=TopKConfig(**{"top_k": 4, **settings}))
+    return bare(Qwen3MoeSparseMoeBlock, gate=linear_gate(torch.bfloat16), topk=topk)
+
+
+def chosen(block: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, weights) of the block's choice, as SGLang's select_experts makes it (all of it: test_sglang_engine.py)."""
+    config = block.topk.topk_config
+    scores = block.gate(x)[0]
+    assert scores.shape == (len(x), EXPERTS) and scores.dtype == torch.bfloat16  # nobody's, but of the right kind
+    weights, ids = config.custom_routing_function(
+        hidden_states=x, gating_output=scores, topk=config.top_k, renormalize=config.renormalize
+    )
+    return ids, weights
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("device", device_params(SUPPORT, "route", "bf16 weight"))
+def test_gate_and_choice_in_one_call(device: str, renormalize: bool) -> None:
+    block, x = qwen3_moe(renormalize=renormalize).to(device), batch().to(device)
+    found = gates.install(model_of(block), None, False)
+    assert found.describe() == (
+        "hpc_router_gemm.route for the gates and the choice of experts (1 of Qwen3MoeSparseMoeBlock), 1 bf16 term"
+    )
+    for seed in (1, 2):
+        fill(block.gate.weight, seed)
+        gates.refresh(block)
+        counters.reset()
+        ids, weights = chosen(block, x)
+        assert counters.calls == {"router.route": 1} and ids.dtype == torch.int32
+        shares = (x.double() @ block.gate.weight.double().T).softmax(1)
+        best, where = shares.topk(4)
+        assert ids.long().equal(where)
+        want = best / best.sum(1, keepdim=True) if renormalize else best
+        assert torch.allclose(weights.double(), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(use_grouped_topk=True, num_expert_group=2, topk_group=1),
+        dict(scoring_func="sigmoid"),
+        dict(correction_bias=torch.zeros(EXPERTS)),
+        dict(custom_routing_function=choose),
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_other_choices_stay_sglangs(settings: dict[str, Any]) -> None:
+    block = qwen3_moe(**settings)
+    found = gates.install(model_of(block), None, False)
+    assert not found.gates and not found.left and not hasattr(block, "hpc_gate")
+
+
+def test_the_choice_stays_sglangs_where_it_must_be_batch_invariant_or_is_not_given_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not gates.install(model_of(qwen3_moe()), None, True).gates
+    monkeypatch.setattr(compat, "moe_runner_backend", lambda: "flashinfer_trtllm")
+    assert not gates.install(model_of(qwen3_moe()), None, False).gates
+
+
 def test_a_model_without_such_gates() -> None:
     record = Record()
     runner = SimpleNamespace(model=model_of(linear_gate()), model_config=SimpleNamespace(dtype=torch.bfloat16))

@@ -281,6 +281,13 @@ def moe_runner_backend() -> str:
     return str(find("sglang.srt.layers.moe.utils:get_moe_runner_backend")().value)
 
 
+def experts_take_ids() -> bool:
+    """Whether experts are given ids and weights that were chosen before, on every rank the same way."""
+    return not runs_experts_by_all_to_all() and moe_runner_backend() in (
+        "auto", "triton", "deep_gemm", "cutlass", "hpc_ops",
+    )  # fmt: skip
+
+
 def upstream_hpc() -> bool:
     """Whether the package that SGLang's own hpc_ops functions call (module ``hpc``) is installed."""
     return importlib.util.find_spec("hpc") is not None

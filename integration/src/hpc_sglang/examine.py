@@ -26,6 +26,7 @@ GATES = {
     "Step3p5ForCausalLM": "Step3p5MoEMLP",
     "Step3p7ForConditionalGeneration": "Step3p5MoEMLP",
     "LongcatFlashForCausalLM": "LongcatFlashRouter",
+    "Qwen3MoeForCausalLM": "Qwen3MoeSparseMoeBlock",
 }
 # (hidden size, experts with the zero ones) for which SGLang has a kernel of two terms.
 LONGCAT_TWO_TERMS = {(6144, 768), (3072, 384)}
@@ -243,7 +244,7 @@ def _router(asked: argparse.Namespace, model: Model | None, device: str) -> Entr
         return Entry(ROUTER, False, str(error))
     reason = hpc_router_gemm.why_not("router_gemm", device=device)
     if reason or model is None:
-        return Entry(ROUTER, not reason, reason or "for the models that have an fp32 gate")
+        return Entry(ROUTER, not reason, reason or "for the models that have a gate known here")
     gate = GATES.get(model.architecture)
     if gate is None:
         return Entry(ROUTER, False, "this model has no gate that is known here")
@@ -254,6 +255,10 @@ def _router(asked: argparse.Namespace, model: Model | None, device: str) -> Entr
         if not config.get("need_fp32_gate"):
             return Entry(ROUTER, False, "this model's gates are not fp32 (need_fp32_gate)")
         terms = 1
+    if gate == "Qwen3MoeSparseMoeBlock":
+        if asked.enable_deterministic_inference:
+            return Entry(ROUTER, False, "this model's choice of experts has no batch-invariant form")
+        terms = 1
     if gate == "LongcatFlashRouter":
         if config.get("router_bias") or config.get("rounter_params_dtype", "float32") != "float32":
             return Entry(ROUTER, False, "this model's router has a bias or is not fp32")
@@ -263,7 +268,8 @@ def _router(asked: argparse.Namespace, model: Model | None, device: str) -> Entr
         return Entry(ROUTER, False, f"a multiple of 8 columns is needed, got {model.hidden}")
     if terms > 1:  # a bf16 weight is one term, whatever is asked
         terms = override or terms
-    return Entry(ROUTER, True, f"the gates of {gate}, {terms} bf16 term{'' if terms == 1 else 's'}")
+    what = f"the gates of {gate}{' and the choice of experts' if gate == 'Qwen3MoeSparseMoeBlock' else ''}"
+    return Entry(ROUTER, True, f"{what}, {terms} bf16 term{'' if terms == 1 else 's'}")
 
 
 def _moe(asked: argparse.Namespace, model: Model | None, device: str) -> Entry:

@@ -1,4 +1,4 @@
-"""Router GEMM: the fp32 gates of the models that have one, through hpc_router_gemm.
+"""Router GEMM: the gates of the models that have one known here, through hpc_router_gemm.
 
 ``gates`` takes over the gates of a model after it is loaded; ``linear`` is for SGLang's function linear_bf16_fp32.
 HPC_SGLANG_ROUTER=0 turns both off. HPC_SGLANG_ROUTER_TERMS=1, 2 or 3 sets the bf16 terms of fp32 weights; without it
@@ -34,7 +34,7 @@ def register(record: Record) -> None:
     if reason:
         record.not_used(ROUTER, reason)
         return
-    record.used(ROUTER, "registered; runs the fp32 gates of the models that have them")
+    record.used(ROUTER, "registered; runs the gates of the models that have them")
     hooks = RouterHooks(record, terms_asked())
     compat.hook_methods("after", compat.MODEL_RUNNER, "ModelRunner", compat.MODEL_LOADS, hooks.loaded, hooks.failed)
     compat.hook_methods(

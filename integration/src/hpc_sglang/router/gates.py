@@ -12,6 +12,7 @@ from typing import Any
 import hpc_router_gemm
 import torch
 
+from .. import compat
 from ..counters import count
 from .rewrite import keep_bf16
 
@@ -19,17 +20,26 @@ _ATTRIBUTE = "hpc_gate"
 
 
 class Gate:
-    """One gate's weight. source: returns the model's weight [N, K] as it is now."""
+    """One gate's weight. source: returns the model's weight [N, K] as it is now. chooses: experts are chosen here."""
 
-    def __init__(self, source: Callable[[], torch.Tensor], terms: int, batch_invariant: bool) -> None:
+    def __init__(
+        self, source: Callable[[], torch.Tensor], terms: int, batch_invariant: bool, chooses: bool = False
+    ) -> None:
         self.source = source
         self.weight = hpc_router_gemm.RouterWeight(source().detach(), terms)
         self.batch_invariant = batch_invariant
+        self.chooses = chooses
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, K] bf16 -> [M, N] fp32."""
         count("router.gemm")
         return hpc_router_gemm.router_gemm(x, self.weight, batch_invariant=self.batch_invariant)
+
+    def choose(self, x: torch.Tensor, k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [M, K] bf16 -> the k likeliest experts' weights (softmax over all) and ids [M, k], fp32 and int32."""
+        count("router.route")
+        ids, weights = hpc_router_gemm.route(x, self.weight, k, renormalize=renormalize)
+        return weights, ids
 
     def refresh(self) -> None:
         """Read the model's weight again, into the memory that captured graphs read."""
@@ -38,29 +48,36 @@ class Gate:
 
 @dataclass
 class Found:
-    """What ``install`` did: gates by the model's class, and why some were left to the model."""
+    """What ``install`` did: gates by the model's class (choices: those that also choose), and why some were left."""
 
     gates: Counter[str] = field(default_factory=Counter)
+    choices: Counter[str] = field(default_factory=Counter)
     terms: set[int] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
 
     def __add__(self, other: "Found") -> "Found":
-        return Found(self.gates + other.gates, self.terms | other.terms, self.left | other.left)
+        return Found(
+            self.gates + other.gates, self.choices + other.choices, self.terms | other.terms, self.left | other.left
+        )
 
     def describe(self) -> str:
         """For the record."""
         gates = ", ".join(f"{number} of {name}" for name, number in sorted(self.gates.items()))
         terms = " or ".join(str(number) for number in sorted(self.terms))
-        return f"hpc_router_gemm.router_gemm for the gates ({gates}), {terms} bf16 term{'' if terms == '1' else 's'}"
+        what = "hpc_router_gemm.router_gemm for the gates"
+        if self.choices:
+            what = "hpc_router_gemm.route for the gates and the choice of experts"
+        return f"{what} ({gates}), {terms} bf16 term{'' if terms == '1' else 's'}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one gate is taken over. terms: of an fp32 weight. attach: puts it in place, given scores(x)."""
+    """How one gate is taken over. terms: of an fp32 weight. attach: puts it in place. chooses: experts too."""
 
     weight: Callable[[], torch.Tensor]
     terms: int
-    attach: Callable[[Callable[[torch.Tensor], torch.Tensor]], None]
+    attach: Callable[[Gate], None]
+    chooses: bool = False
 
 
 class Left(Exception):
@@ -81,17 +98,21 @@ def install(model: torch.nn.Module, terms: int | None, batch_invariant: bool) ->
         if not hasattr(module, _ATTRIBUTE):
             try:
                 plan = make(module)
+                if plan.chooses and batch_invariant:  # hpc_router_gemm.route has no such form
+                    continue
             except Left as reason:
                 if str(reason):
                     found.left.add(f"{name}'s gate stays SGLang's: {reason}")
                 continue
-            gate = Gate(plan.weight, terms or plan.terms, batch_invariant)
+            gate = Gate(plan.weight, terms or plan.terms, batch_invariant, plan.chooses)
             setattr(module, _ATTRIBUTE, gate)
-            plan.attach(gate.scores)
+            plan.attach(gate)
         else:
-            getattr(module, _ATTRIBUTE).refresh()
+            gate = getattr(module, _ATTRIBUTE)
+            gate.refresh()
         found.gates[name] += 1
-        found.terms.add(getattr(module, _ATTRIBUTE).weight.terms)
+        found.choices[name] += gate.chooses
+        found.terms.add(gate.weight.terms)
     return found
 
 
@@ -139,7 +160,7 @@ def _wrap(owner: Any, name: str, result: Callable[[torch.Tensor], Any]) -> None:
 def _linear_gate(gate: Any) -> tuple[Callable[[], torch.Tensor], Callable[[Any], None]]:
     """(weight, attach) of a ReplicatedLinear that stands as a gate; it returns (scores, no bias)."""
     _usable(gate.weight, gate.bias)
-    return (lambda: gate.weight), (lambda scores: _wrap(gate, "forward", lambda x: (scores(x), None)))
+    return (lambda: gate.weight), (lambda ours: _wrap(gate, "forward", lambda x: (ours.scores(x), None)))
 
 
 def _longcat(router: Any) -> Plan:
@@ -148,13 +169,13 @@ def _longcat(router: Any) -> Plan:
         raise Left("")
     _usable(router.classifier.weight, router.classifier.bias)
     terms = 2 if router.hpc_kernel_min_m is not None else 3
-    return Plan(lambda: router.classifier.weight, terms, lambda scores: _wrap(router, "forward", scores))
+    return Plan(lambda: router.classifier.weight, terms, lambda ours: _wrap(router, "forward", ours.scores))
 
 
 def _glm4(gate: Any) -> Plan:
     """Glm4MoeGate.forward(x) casts x, and in earlier versions the weight, to fp32."""
     _usable(gate.weight)
-    return Plan(lambda: gate.weight, 3, lambda scores: _wrap(gate, "forward", scores))
+    return Plan(lambda: gate.weight, 3, lambda ours: _wrap(gate, "forward", ours.scores))
 
 
 def _cast_before_gate(block: Any) -> Plan:
@@ -164,8 +185,8 @@ def _cast_before_gate(block: Any) -> Plan:
     if not methods:
         raise Left("its code is not the one known here")
 
-    def place(scores: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        attach(scores)
+    def place(ours: Gate) -> None:
+        attach(ours)
         for name, function in methods.items():
             setattr(block, name, function.__get__(block))
 
@@ -177,7 +198,7 @@ def _minimax_m3(block: Any) -> Plan:
     if block.bf16_router_gemm:
         raise Left("")
     _usable(block.gate.weight, block.gate.bias)
-    return Plan(lambda: block.gate.weight, 3, lambda scores: _wrap(block, "_compute_router_logits", scores))
+    return Plan(lambda: block.gate.weight, 3, lambda ours: _wrap(block, "_compute_router_logits", ours.scores))
 
 
 def _step3p5(block: Any) -> Plan:
@@ -186,11 +207,40 @@ def _step3p5(block: Any) -> Plan:
         raise Left("")
     weight, attach = _linear_gate(block.gate)
 
-    def place(scores: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        attach(scores)
+    def place(ours: Gate) -> None:
+        attach(ours)
         block.need_fp32_gate = False
 
     return Plan(weight, 3, place)
+
+
+def _qwen3_moe(block: Any) -> Plan:
+    """A bf16 gate whose scores only a softmax's choice reads: gate and choice in one call, scores not cut to bf16.
+
+    The choice goes in as SGLang's custom routing function, so that what SGLang does with ids after a choice stays. The
+    scores that the gate then returns are nobody's: memory of their shape.
+    """
+    config = block.topk.topk_config
+    plain = not config.use_grouped_topk and config.scoring_func == "softmax"
+    free = config.correction_bias is None and config.custom_routing_function is None
+    free = free and getattr(config.output_format, "name", "STANDARD") == "STANDARD"  # None: the runner's
+    if not (plain and free and compat.experts_take_ids()):
+        raise Left("")
+    gate = block.gate
+    _usable(gate.weight, gate.bias)
+    if gate.weight.dtype != torch.bfloat16:
+        raise Left("")
+
+    def place(ours: Gate) -> None:
+        def choose(
+            hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return ours.choose(hidden_states, topk, renormalize)
+
+        config.custom_routing_function = choose
+        _wrap(gate, "forward", lambda x: (x.new_empty((x.shape[0], len(gate.weight))), None))
+
+    return Plan(lambda: gate.weight, 1, place, chooses=True)
 
 
 MAKERS: dict[str, Callable[[Any], Plan]] = {
@@ -200,4 +250,5 @@ MAKERS: dict[str, Callable[[Any], Plan]] = {
     "MiniMaxM2MoE": _cast_before_gate,
     "MiniMaxM3MoE": _minimax_m3,
     "Step3p5MoEMLP": _step3p5,
+    "Qwen3MoeSparseMoeBlock": _qwen3_moe,
 }
