@@ -1,6 +1,6 @@
 """Serving in SGLang, this package's plugin beside other backends: time a token, time to the first one, throughput.
 
-    python3 serving.py --backend hpc --backend default --json h200.json --plot h200.png
+    python3 serving.py --backend hpc --backend default --json results/h200.json     # then figures.py
     python3 serving.py --backend hpc --soak 400
 
 Every backend serves the same model (dummy weights of Qwen3-30B-A3B-FP8's shape, or --config) in an engine of its own,
@@ -22,10 +22,13 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from importlib import import_module, metadata
 from typing import Any
 
 import step_times
 from hpc_common.lengths import format_lengths, parse_lengths
+from hpc_common.timing import results, write_results
 
 HERE = pathlib.Path(__file__).parent
 
@@ -85,7 +88,8 @@ class Child:
         given = {"arguments": {**ENGINE, **own, **arguments, **more}, "config": config}
         self.backend = backend
         self.rows: list[dict[str, Any]] = []
-        self.log = tempfile.TemporaryFile("w+")
+        kept = options.traces and pathlib.Path(options.traces, f"{backend}.log")
+        self.log = open(kept, "w+") if kept else tempfile.TemporaryFile("w+")  # noqa: SIM115, the child's
         self.process = subprocess.Popen(
             [sys.executable, HERE / "serving_child.py", json.dumps(given)], text=True, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=self.log, env={**os.environ, **environment},
@@ -138,8 +142,11 @@ def commands(options: argparse.Namespace) -> list[dict[str, Any]]:
     return asked
 
 
-def collect(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows of all backends: one after the other, or --together: started at once, and every row asked in turns."""
+def collect(options: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """All rows of all backends: one after the other, or --together: started at once, and every row asked in turns.
+
+    keep: called with the rows so far after every command, so that little is lost where a run is cut off.
+    """
     groups = [options.backend] if options.together else [[backend] for backend in options.backend]
     rows = []
     for group in groups:
@@ -149,9 +156,11 @@ def collect(options: argparse.Namespace) -> list[dict[str, Any]]:
         for command in commands(options):
             for child in children:
                 child.ask(**command)
+            keep(rows + [row for child in children for row in child.rows])
         for child in children:
             child.end()
             rows += child.rows
+    keep(rows)
     return rows
 
 
@@ -175,39 +184,11 @@ def table(rows: list[dict[str, Any]], value: str = "tpot_ms") -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """Bars of the time a token, one group a row, one colour a backend."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    measured = [entry for entry in rows if "tpot_ms" in entry]
-    names = list(dict.fromkeys(entry["row"] for entry in measured))
-    backends = list(dict.fromkeys(entry["backend"] for entry in measured))
-    figure, axes = pyplot.subplots(figsize=(1.6 * len(names) + 2, 4), layout="constrained")
-    width = 0.8 / max(1, len(backends))
-    for number, backend in enumerate(backends):
-        found = {entry["row"]: entry["tpot_ms"] for entry in measured if entry["backend"] == backend}
-        places = [place + (number - (len(backends) - 1) / 2) * width for place in range(len(names))]
-        axes.bar(places, [found.get(name, float("nan")) for name in names], width, label=backend)
-    axes.set_xticks(range(len(names)), names)
-    axes.set_ylabel("time a token, ms")
-    axes.set_title("SGLang, requests x prompt tokens")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
-def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rows with what they were measured on."""
-    from importlib import import_module, metadata
-
-    from hpc_common.timing import results
-
+def document() -> dict[str, Any]:
+    """What rows are measured on."""
     operators = ("hpc_attention", "hpc_router_gemm", "hpc_moe")
     builds = {name: import_module(f"{name}._C").build_info() for name in operators}
-    made = results([], builds)
-    return {**made, "sglang": metadata.version("sglang"), "rows": rows}
+    return {**results([], builds), "sglang": metadata.version("sglang")}
 
 
 def main() -> None:
@@ -219,13 +200,12 @@ def main() -> None:
     parser.add_argument("--behind", type=int, default=8192, help="tokens of the prompt that a batch gathers behind")
     parser.add_argument("--together", action="store_true", help="engines side by side on the GPU, asked in turns")
     parser.add_argument("--profile", action="append", default=[], metavar="ROW", help="kernels of a decode step")
-    parser.add_argument("--traces", help="keep the traces of --profile in this folder")
+    parser.add_argument("--traces", help="keep logs, and traces of --profile, in this folder")
     parser.add_argument("--soak", type=int, default=0, metavar="REQUESTS", help="mixed requests")
     parser.add_argument("--longest", type=int, default=16384, help="longest prompt of --soak")
     parser.add_argument("--config", help="a config.json; default the shape of Qwen3-30B-A3B-FP8")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help="more engine arguments")
     parser.add_argument("--json", help="write the rows here")
-    parser.add_argument("--plot", help="draw the rows here")
     options = parser.parse_args()
     if options.row is None:
         options.row = [] if options.soak or options.profile else list(ROWS)
@@ -233,14 +213,14 @@ def main() -> None:
     for row in options.row + options.profile:
         if row != "azure":
             format_lengths(parse_lengths(row))
-    rows = collect(options)
-    print(table(rows))
-    if options.json:
-        from hpc_common.timing import write_results
+    about = document() if options.json else {}
 
-        write_results(options.json, document(rows))
-    if options.plot:
-        plot(rows, options.plot)
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if options.json:
+            write_results(options.json, {**about, "rows": rows})
+
+    rows = collect(options, keep)
+    print(table(rows))
     if any(entry["row"] == "failed" for entry in rows):
         sys.exit(1)
 
