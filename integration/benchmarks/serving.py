@@ -11,8 +11,8 @@ Then the same prompts, now in the prefix cache, so that little but decode is lef
     TPOT = (time with --tokens - time with 1) / (--tokens - 1), medians over --repeats, taken in turns
 
 The rows are asked for unless --profile or --soak is. --profile says where a decode step's time goes, kernel by kernel.
-With --soak mixed requests follow each other, and what is checked is that all of them end, that every logprob is a
-number, and that memory does not grow.
+With --soak this package is given mixed requests, all at once. What is checked is that all of them end and that every
+logprob is a number; memory in use on the GPU before and after is in the row.
 """
 
 import argparse
@@ -132,13 +132,13 @@ def commands(options: argparse.Namespace) -> list[dict[str, Any]]:
          "behind": options.behind}
         for row in options.row
     ]  # fmt: skip
+    if options.soak:
+        asked.append({"do": "soak", "count": options.soak, "longest": options.longest})
     asked += [
         {"do": "profile", "row": row, "lengths": lengths_of(row), "tokens": 16, "behind": options.behind,
          "folder": options.traces}
         for row in options.profile
     ]  # fmt: skip
-    if options.soak:
-        asked.append({"do": "soak", "count": options.soak, "longest": options.longest})
     return asked
 
 
@@ -155,7 +155,8 @@ def collect(options: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], 
             child.hear()
         for command in commands(options):
             for child in children:
-                child.ask(**command)
+                if command["do"] != "soak" or BACKENDS[child.backend][1] is not WITHOUT:
+                    child.ask(**command)
             keep(rows + [row for child in children for row in child.rows])
         for child in children:
             child.end()
