@@ -40,6 +40,8 @@ SOURCES = (
 
 SMALL = Problem(lengths=(150, 0, 65, 1), num_q_heads=8, num_kv_heads=2, num_ctas=3)
 LONG = replace(SMALL, lengths=(700,), num_kv_heads=1, sm_scale=1.0)
+# Forty pairs in two pieces.
+PAIRS = replace(LONG, lengths=(70,) * 40, num_ctas=80)
 # More pieces a CTA than its list and its queries have room for; most are one warp's alone.
 MANY = replace(SMALL, lengths=(*(1 + 5 * i % 130 for i in range(60)), 200, 0, 270), head_dim=64, num_ctas=1)
 
@@ -77,6 +79,12 @@ FAULTS = {
     ),
     "partial results of two threads are not rescaled": Fault(
         "decode_merge.cuh", "exp2_approx(b_ml.x - m0)", "1.0f", LONG
+    ),
+    "pairs are counted from the wrong one": Fault(
+        "combine.cuh", "unit -= __shfl_sync(kAllLanes, end, 31)", None, PAIRS
+    ),
+    "partial results are read before pdl_wait": Fault(
+        "combine.cuh", "pdl_wait();\n        waited = true;", None, LONG
     ),
     "the causal mask is off by one": Fault(
         "decode_attend.cuh", "position < end", "position <= end", replace(SMALL, q_len=3)
@@ -245,6 +253,9 @@ PROBLEMS = {
     "window": replace(SMALL, lengths=(300, 65, 500), window=70, q_len=3),
     "softcap and sinks": replace(SMALL, softcap=8.0, sinks=True, k_scale="head", v_scale="float"),
     "one long request": replace(LONG, lengths=(1500,), kv_dtype=FP8, num_ctas=20, sinks=True, k_scale="one"),
+    "few and many pieces": replace(LONG, lengths=(4500, 300, 7, 200, 1500), num_q_heads=2, kv_dtype=FP8, num_ctas=64),
+    "more than 128 pieces": replace(LONG, lengths=(9000,), num_q_heads=1, head_dim=64, kv_dtype=FP8, num_ctas=141),
+    "many pairs in two pieces": PAIRS,
     "many pieces a CTA": MANY,
     "many pieces a CTA, e4m3": replace(MANY, kv_dtype=FP8, num_ctas=2, q_len=2, softcap=5.0, sinks=True),
     "many pieces a CTA, 16 rows": replace(MANY, lengths=MANY.lengths[::2], kv_dtype=FP8, num_q_heads=32),

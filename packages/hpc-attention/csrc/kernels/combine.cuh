@@ -1,9 +1,13 @@
 // Adds the partial results of split (request, head) pairs and writes the rows of requests without tokens.
 //
-// Unit of work: some of the vectors (see decode_merge.cuh) of one row tile of one pair, for one CTA: the fewer pairs
-// there are, the fewer vectors, and the more threads (up to 16) share a vector's pieces. A thread loads 4 pieces at
-// once and adds its own, then the threads of a vector are added: in pairs within a warp, then the warps in their order.
-// Order and shares depend on the numbers of pairs and pieces alone, in batch-invariant plans on the number of pieces.
+// Unit of work: some of the vectors (see decode_merge.cuh) of one row tile of one pair, for one CTA. A thread loads up
+// to 4 pieces of a vector at once and adds them; a second round of loads would be one more trip to memory for the whole
+// kernel, so a pair with many pieces has more threads a vector (up to 32), whatever other pairs have. Then the threads
+// of a vector are added: in pairs within a warp, then the warps in their order. Order and shares depend on the numbers
+// of pieces of the plan's pairs and on the grid, in batch-invariant plans on the pair's own number alone.
+//
+// Rehearsal: before the wait a CTA goes once through what it will do, without a load from or a store to global memory,
+// so that its instructions have been fetched when it counts.
 //
 // Programmatic launch: both kernels of decode let their successor go at once, before they wait (the attention kernel
 // only where it may start early itself, so never right behind a plan.update). What starts early behind decode may so
@@ -28,13 +32,82 @@ struct CombineForm {
   int32_t log_shares;
 };
 template <int kDim>
-__device__ __forceinline__ CombineForm combine_form(int32_t row_tiles_of_all_pairs, bool batch_invariant) {
+__device__ __forceinline__ CombineForm combine_form(int32_t log_shares) {
   constexpr int kLogVectors = kDim == 64 ? 7 : (kDim == 128 ? 8 : 9), kLogThreads = 7;
-  const int32_t each = static_cast<int32_t>(gridDim.x) / max(row_tiles_of_all_pairs, 1);  // CTAs there are
-  const int32_t log_each = batch_invariant || each < 1 ? 0 : 31 - __clz(each);
-  const int32_t least = kLogVectors - kLogThreads;  // a thread a vector
-  const int32_t log_parts = batch_invariant ? least + 2 : min(max(log_each, least), least + 4);
-  return {log_parts, log_parts - least};
+  return {kLogVectors - kLogThreads + log_shares, log_shares};
+}
+// As many threads a vector as let each load at most 2^log_most pieces.
+template <int kDim>
+__device__ __forceinline__ CombineForm form_of_pieces(int32_t pieces, int32_t log_most) {
+  return combine_form<kDim>(min(32 - __clz((pieces - 1) >> log_most), 5));
+}
+
+// Units of all pairs, and log2 of the pieces that a thread loads at most: two pieces where every CTA has one unit at
+// most then, else four.
+struct CombineUnits {
+  int32_t count;
+  int32_t log_most;
+};
+template <int kDim>
+__device__ __forceinline__ CombineUnits count_units(const DecodeParams& p, const DecodeHeader& header) {
+  if (header.batch_invariant) {  // four threads a vector in every pair
+    return {header.batch * header.num_kv_heads * (p.row_tiles << combine_form<kDim>(2).log_parts), 0};
+  }
+  int32_t units[2] = {};
+#pragma unroll 1
+  for (int32_t i = static_cast<int32_t>(threadIdx.x) % 32; i < header.num_splits; i += 32) {
+    const int32_t pieces = p.splits[i].pieces;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) units[j] += p.row_tiles << form_of_pieces<kDim>(pieces, 1 + j).log_parts;
+  }
+  const int32_t more = __reduce_add_sync(0xffffffffu, units[0]), fewer = __reduce_add_sync(0xffffffffu, units[1]);
+  if (more <= static_cast<int32_t>(gridDim.x)) return {more, 1};
+  return {fewer, 2};
+}
+
+// A unit's place: row tile and part of the split pair number `index`.
+struct CombineUnit {
+  int32_t index;
+  int32_t row_tile;
+  int32_t part;
+  CombineForm form;
+};
+__device__ __forceinline__ CombineUnit combine_unit(int32_t index, int32_t inside, const CombineForm& form) {
+  return {index, inside >> form.log_parts, inside & ((1 << form.log_parts) - 1), form};
+}
+
+// The place of a unit that there is. Every warp looks it up by itself: a scan over the pairs, 32 at once.
+template <int kDim>
+__device__ __forceinline__ CombineUnit find_unit(const DecodeParams& p, const DecodeHeader& header, int32_t unit,
+                                                 int32_t log_most) {
+  constexpr unsigned kAllLanes = 0xffffffffu;
+  if (header.batch_invariant) {
+    const CombineForm form = combine_form<kDim>(2);
+    const int32_t each = p.row_tiles << form.log_parts, index = unit / each;
+    return combine_unit(index, unit - index * each, form);
+  }
+  const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
+#pragma unroll 1
+  for (int32_t first = 0;; first += 32) {
+    int32_t pieces = 1, units = 0;
+    if (first + lane < header.num_splits) {
+      pieces = p.splits[first + lane].pieces;
+      units = p.row_tiles << form_of_pieces<kDim>(pieces, log_most).log_parts;
+    }
+    int32_t end = units;
+#pragma unroll
+    for (int delta = 1; delta < 32; delta *= 2) {
+      const int32_t before = __shfl_up_sync(kAllLanes, end, delta);
+      if (lane >= delta) end += before;
+    }
+    const unsigned behind = __ballot_sync(kAllLanes, unit < end);
+    if (behind != 0 || first + 32 >= header.num_splits) {
+      const int32_t own = __ffs(behind) - 1;
+      const int32_t inside = unit - __shfl_sync(kAllLanes, end - units, own);
+      return combine_unit(first + own, inside, form_of_pieces<kDim>(__shfl_sync(kAllLanes, pieces, own), log_most));
+    }
+    unit -= __shfl_sync(kAllLanes, end, 31);
+  }
 }
 
 // The pieces of a split (request, head) pair.
@@ -83,17 +156,17 @@ struct CombineBuffer {
   float4 ml[kCombineThreads];
 };
 
-// Adds one part of a row tile of a pair.
+// Adds one part of a row tile of a pair; as a rehearsal it loads and stores nothing.
 template <int kDim>
-__device__ __forceinline__ void combine_part(const DecodeParams& p, const CombineJob& job, const CombineForm& form,
-                                             int32_t row_tile, int32_t part, CombineBuffer& buffer) {
+__device__ __forceinline__ void combine_part(const DecodeParams& p, const CombineJob& job, const CombineUnit& unit,
+                                             CombineBuffer& buffer, bool rehearsal) {
   const auto thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t shares = 1 << form.log_shares, vectors = kCombineThreads >> form.log_shares;
-  const int32_t share = thread / vectors, position = part * vectors + thread % vectors, t = position & 3;
-  const int64_t first = job.first_slot * p.row_tiles + row_tile;
+  const int32_t shares = 1 << unit.form.log_shares, vectors = kCombineThreads >> unit.form.log_shares;
+  const int32_t share = thread / vectors, position = unit.part * vectors + thread % vectors, t = position & 3;
+  const int64_t first = job.first_slot * p.row_tiles + unit.row_tile;
   const float4* outputs = p.partial + first * (2 * kDim) + position;
   const float4* pairs = p.partial_ml + first * 4 + t;
-  const bool live = row_tile * kRowTile + 2 * t < p.rows;
+  const bool live = !rehearsal && unit.row_tile * kRowTile + 2 * t < p.rows;
   float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f), ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
 #pragma unroll 1
   for (int32_t base = share; base < job.pieces; base += shares * kCombineLoads) {
@@ -144,7 +217,7 @@ __device__ __forceinline__ void combine_part(const DecodeParams& p, const Combin
       add_result(o, ml, buffer.o[i + thread], buffer.ml[i + thread]);
     }
   }
-  store_result(p, job.request, job.kv_head, row_tile, position, o, ml);
+  store_result(p, job.request, job.kv_head, unit.row_tile, position, o, ml, !rehearsal);
 }
 
 // Zeros and lse -inf for requests without tokens; a CTA a request, all heads.
@@ -173,19 +246,23 @@ __global__ void __launch_bounds__(kCombineThreads, 6) combine_kernel(const __gri
   __shared__ CombineBuffer buffer;
   pdl_trigger();
   const DecodeHeader header = *p.header;
-  const int32_t jobs = header.batch_invariant ? header.batch * header.num_kv_heads : header.num_splits;
-  const CombineForm form = combine_form<kDim>(jobs * p.row_tiles, header.batch_invariant);
-  const int64_t units = static_cast<int64_t>(jobs) * p.row_tiles << form.log_parts;
-  bool waited = false;
+  const CombineUnits units = count_units<kDim>(p, header);
+  bool waited = false, rehearsal = true;
 #pragma unroll 1
-  for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const int32_t part = static_cast<int32_t>(unit) & ((1 << form.log_parts) - 1);
-    const auto row = static_cast<int32_t>(unit >> form.log_parts);  // a row tile of a pair
-    const int32_t index = p.row_tiles == 1 ? row : row / p.row_tiles;
-    const CombineJob job = combine_job(p, header, index);
-    if (!waited) pdl_wait();
-    waited = true;
-    if (job.pieces > 0) combine_part<kDim>(p, job, form, row - index * p.row_tiles, part, buffer);
+  for (auto unit = static_cast<int32_t>(blockIdx.x); unit < units.count; unit += static_cast<int32_t>(gridDim.x)) {
+    const CombineUnit place = find_unit<kDim>(p, header, unit, units.log_most);
+    const CombineJob job = combine_job(p, header, place.index);
+    if (job.pieces == 0) continue;
+#pragma unroll 1
+    for (;;) {  // the first time twice
+      if (!rehearsal && !waited) {
+        pdl_wait();
+        waited = true;
+      }
+      combine_part<kDim>(p, job, place, buffer, rehearsal);
+      if (!rehearsal) break;
+      rehearsal = false;
+    }
   }
   if (!waited) pdl_wait();
   if (header.num_empty > 0) write_empty<kDim>(p, header);

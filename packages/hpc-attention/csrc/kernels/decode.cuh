@@ -246,7 +246,8 @@ class DecodeWorker {
     for (int i = 0; i < 2; ++i) {
       const int32_t row = 2 * t_ + i;
       if (row >= p_.rows) continue;
-      const OutputRow to = output_row(p_, piece_.request, piece_.kv_head, row, own_.reference_[i], l[i], v_scale);
+      const OutputRow to =
+          output_row(p_, piece_.request, piece_.kv_head, row, own_.reference_[i], l[i], v_scale, p_.sinks != nullptr);
 #pragma unroll
       for (int m = 0; m < kOutTiles; ++m) {
         const int32_t d = m / (kElements / 2) * 8 * kElements + kElements * g_ + 2 * (m % (kElements / 2));

@@ -22,9 +22,11 @@ __device__ __forceinline__ void add_result(float4& a, float4& a_ml, const float4
 }
 
 // Two neighbouring 16-bit outputs.
+__device__ __forceinline__ uint32_t output_pair(const DecodeParams& p, float low, float high) {
+  return p.out_fp16 ? pack_half2<Half::kFp16>(low, high) : pack_half2<Half::kBf16>(low, high);
+}
 __device__ __forceinline__ void store_pair(const DecodeParams& p, int64_t element, float low, float high) {
-  const uint32_t pair = p.out_fp16 ? pack_half2<Half::kFp16>(low, high) : pack_half2<Half::kBf16>(low, high);
-  *reinterpret_cast<uint32_t*>(p.out + 2 * element) = pair;
+  *reinterpret_cast<uint32_t*>(p.out + 2 * element) = output_pair(p, low, high);
 }
 
 // Where a query row's output goes, and what its unnormalised output is multiplied by.
@@ -37,11 +39,11 @@ struct OutputRow {
 
 // m, l: maximum and sum of the row. A row that sees nothing (sum 0) gives zeros. Sinks join the denominator, not lse.
 __device__ __forceinline__ OutputRow output_row(const DecodeParams& p, int32_t request, int32_t kv_head, int32_t row,
-                                                float m, float l, float v_scale) {
+                                                float m, float l, float v_scale, bool with_sinks) {
   const RowPlace place = row_place(p, kv_head, row);
   const int64_t token = static_cast<int64_t>(request) * p.q_len + place.token;
   float denominator = l;
-  if (p.sinks != nullptr) denominator += exp2_approx(p.sinks[place.head] * kLog2e - m);
+  if (with_sinks) denominator += exp2_approx(p.sinks[place.head] * kLog2e - m);
   return {token, place.head, token * p.out_token_stride + place.head * p.out_head_stride,
           l == 0.0f ? 0.0f : __fdividef(v_scale, denominator)};
 }
@@ -52,18 +54,23 @@ __device__ __forceinline__ void store_lse(const DecodeParams& p, const OutputRow
   p.lse[row.token * p.lse_token_stride + row.head * p.lse_head_stride] = lse;
 }
 
-// Normalises vector `position` of a row tile and writes output and lse.
+// Normalises vector `position` of a row tile and writes output and lse. Without `real` it goes through
+// the same instructions, but touches no global memory (see combine.cuh).
 __device__ __forceinline__ void store_result(const DecodeParams& p, int32_t request, int32_t kv_head, int32_t row_tile,
-                                             int32_t position, const float4& o, const float4& ml) {
+                                             int32_t position, const float4& o, const float4& ml, bool real = true) {
   const int32_t d = 2 * (position >> 2);
-  const float v_scale = p.v_scale != nullptr ? p.v_scale[kv_head * p.v_scale_head_stride] : p.v_factor;
+  const float v_scale = real && p.v_scale != nullptr ? p.v_scale[kv_head * p.v_scale_head_stride] : p.v_factor;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int32_t row = row_tile * kRowTile + 2 * (position & 3) + i;
-    if (row >= p.rows) continue;
+    const bool any = real && row < p.rows;
     const float m = i == 0 ? ml.x : ml.z, l = i == 0 ? ml.y : ml.w;
-    const OutputRow to = output_row(p, request, kv_head, row, m, l, v_scale);
-    store_pair(p, to.element + d, (i == 0 ? o.x : o.y) * to.factor, (i == 0 ? o.z : o.w) * to.factor);
+    const OutputRow to =
+        output_row(p, request, kv_head, min(row, p.rows - 1), m, l, v_scale, any && p.sinks != nullptr);
+    uint32_t pair = output_pair(p, (i == 0 ? o.x : o.y) * to.factor, (i == 0 ? o.z : o.w) * to.factor);
+    asm volatile("" : "+r"(pair));  // made whether it is stored or not
+    if (!any) continue;
+    *reinterpret_cast<uint32_t*>(p.out + 2 * (to.element + d)) = pair;
     if (p.lse != nullptr && d == 0) store_lse(p, to, m, l);
   }
 }
