@@ -4,9 +4,9 @@
     python3 device_check.py --case bf16 --backend triton --backend flashinfer --backend hpc
 
 Cases, one model each way (``forced``): "bf16" and "fp8_e4m3", KV caches of a bf16 model; "experts", the same model in
-block FP8, where ours also runs the experts. The bound: this package's mean difference from each of the two other
-backends is at most 1.5 times the difference between those two. For "experts" the two others run the same experts, so
-the difference between them is not one of experts, and the table has no bound.
+block FP8, where ours also runs experts and gates. The bound: this package's mean difference from each of the two other
+backends is at most 1.5 times the difference between those two. For "experts" the two others run the same experts and
+gates, so the difference between them is not one of these, and the table has no bound.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def lane(case: str, backend: str, folder: str, more: dict[str, object]) -> Lane:
     if case == "experts" and backend == "hpc":
         arguments["moe_runner_backend"] = "hpc_ops"
     model = pathlib.Path(folder, "fp8" if case == "experts" else "bf16")
-    return Lane(backend, str(model), {**arguments, **more})
+    return Lane(backend, str(model), {**arguments, **more}, gates=case == "experts" and backend == "hpc")
 
 
 def compare(case: str, lanes: list[Lane]) -> tuple[list[str], bool]:
@@ -48,7 +48,7 @@ def compare(case: str, lanes: list[Lane]) -> tuple[list[str], bool]:
                 good &= held
                 line += f"  {apart / between:5.2f} of {BOUND}  {'held' if held else 'PASSED THE BOUND'}"
             lines.append(line)
-        for call in ("attention.decode", *(["moe.block"] if case == "experts" else [])):
+        for call in ("attention.decode", *(["moe.block", "router.route"] if case == "experts" else [])):
             if not ours.calls.get(call):
                 good = False
                 lines.append(f"{case:10s} {call} was not called: {ours.calls}")

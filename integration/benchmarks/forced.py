@@ -28,6 +28,7 @@ ENGINE = dict(
     max_running_requests=16, chunked_prefill_size=32768, max_prefill_tokens=32768, disable_radix_cache=True,
     mem_fraction_static=0.9, moe_runner_backend="triton", log_level="info", disable_overlap_schedule=True,
     disable_prefill_cuda_graph=True,  # their capture takes longer than all the rest
+    sleep_on_idle=True,  # many engines start side by side
 )  # fmt: skip
 BLOCK = 128
 E4M3_MAX = 448.0
@@ -81,12 +82,14 @@ def quantise_checkpoint(source: str, folder: str) -> None:
 class Lane:
     """One engine: a name, a checkpoint's folder, arguments; then what it said.
 
+    gates: whether this package's gates are used, which is the default where it is installed.
     at: the forced token's logprob by position. calls: of this package's operators, in the first rank's process.
     """
 
     name: str
     model: str
     arguments: dict[str, Any]
+    gates: bool
     at: dict[int, float] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     log: str = ""
@@ -99,7 +102,7 @@ class Lane:
         with open(f"{out}.log", "w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, json.dumps(given)], stdout=log, stderr=log,
-                env={**os.environ, "PYTHONPATH": paths},
+                env={**os.environ, "PYTHONPATH": paths, "HPC_SGLANG_ROUTER": "1" if self.gates else "0"},
             )  # fmt: skip
 
     def finish(self) -> bool:

@@ -2,7 +2,7 @@
 
     python3 rank_check.py
 
-One model in block FP8 (``forced``), attention and experts by this package or by SGLang's triton backends, on one GPU,
+One model in block FP8 (``forced``), attention, experts and gates by this package or by SGLang with triton, on one GPU,
 with tensor parallelism 2 and with expert parallelism 2. The bound: between one GPU and two, this package's logprobs
 differ on average by at most 1.5 times as much as triton's do. Reductions between the GPUs are NCCL's.
 """
@@ -39,7 +39,7 @@ def main() -> None:
         make_checkpoint(f"{folder}/bf16", {})
         quantise_checkpoint(f"{folder}/bf16", f"{folder}/fp8")
         lanes = {
-            (ranks, name): Lane(name, f"{folder}/fp8", {**arguments, **parallel, **more})
+            (ranks, name): Lane(name, f"{folder}/fp8", {**arguments, **parallel, **more}, gates=name == "hpc")
             for ranks, parallel in RANKS.items()
             for name, arguments in BACKENDS.items()
         }
@@ -56,7 +56,9 @@ def main() -> None:
                 continue
             theirs, ours = (difference(lanes["one", name], lanes[ranks, name]) for name in BACKENDS)
             held = ours <= BOUND * theirs
-            called = all(lanes[ranks, "hpc"].calls.get(call) for call in ("attention.decode", "moe.block"))
+            called = all(
+                lanes[ranks, "hpc"].calls.get(call) for call in ("attention.decode", "moe.block", "router.route")
+            )
             good &= held and called
             verdict = "held" if held else "PASSED THE BOUND"
             print(f"{ranks:7s} {theirs:9.5f} {ours:9.5f}  {ours / theirs:5.2f} of {BOUND}  {verdict}", flush=True)
