@@ -132,13 +132,13 @@ def commands(options: argparse.Namespace) -> list[dict[str, Any]]:
          "behind": options.behind}
         for row in options.row
     ]  # fmt: skip
-    if options.soak:
-        asked.append({"do": "soak", "count": options.soak, "longest": options.longest})
     asked += [
         {"do": "profile", "row": row, "lengths": lengths_of(row), "tokens": 16, "behind": options.behind,
          "folder": options.traces}
         for row in options.profile
     ]  # fmt: skip
+    if options.soak:
+        asked.append({"do": "soak", "count": options.soak, "longest": options.longest})
     return asked
 
 
