@@ -113,14 +113,15 @@ class Lane:
             return False
         seen = json.loads(pathlib.Path(self._out).read_text())
         self.calls = seen["calls"]
-        self.at = {int(position): forced for position, forced, _ in seen["rows"]}
+        at = {int(position): forced for position, forced, _ in seen["rows"]}
         wanted = {length - 1 + step for length in self._lengths for step in range(NEW_TOKENS)}
-        if set(self.at) != wanted or len(seen["rows"]) != len(wanted):
-            self.log += f"\nexpected {len(wanted)} tokens, got {len(seen['rows'])}"
+        if set(at) != wanted or len(seen["rows"]) != len(wanted):
+            self.log += f"\nexpected the {len(wanted)} tokens asked for, got {len(seen['rows'])}"
             return False
         if any(value != value for row in seen["rows"] for value in row):
             self.log += "\na logprob is NaN"
             return False
+        self.at = at
         return True
 
 
