@@ -53,7 +53,7 @@ def test_projections_alone_are_quantised(forced: ModuleType, tmp_path: pathlib.P
     ("fault", "said"),
     [
         ("", ""),
-        ("missing", "expected the 96 tokens asked for, got 95"),
+        ("missing", "the 96 tokens asked for, got 95"),
         ("nan", "a logprob is NaN"),
         ("other", "got 96"),
     ],
