@@ -40,6 +40,10 @@ SOURCES = (
 
 SMALL = Problem(lengths=(150, 0, 65, 1), num_q_heads=8, num_kv_heads=2, num_ctas=3)
 LONG = replace(SMALL, lengths=(700,), num_kv_heads=1, sm_scale=1.0)
+# CTAs that begin in one request and go on in others.
+LATER = replace(LONG, lengths=(70, 200, 150, 300), num_ctas=3)
+# A CTA that begins with more pieces of one warp alone than it has warps.
+SOLOS = replace(LONG, lengths=(60, 100, 20, 3, 9, 80, 33, 120, 64), num_ctas=1)
 # Forty pairs in two pieces.
 PAIRS = replace(LONG, lengths=(70,) * 40, num_ctas=80)
 # More pieces a CTA than its list and its queries have room for; most are one warp's alone.
@@ -102,7 +106,9 @@ FAULTS = {
     "queries are overwritten before they are used": Fault(
         "decode.cuh", "index + 2 * kDecodeEpoch", "index + 3 * kDecodeEpoch", MANY
     ),
-    "a block ends without pdl_wait": Fault("decode.cuh", "pdl_wait();\n          waited = true;", None, LONG),
+    "a block ends without pdl_wait": Fault("decode.cuh", "if (waits) pdl_wait();", None, LONG),
+    "the first query is read before pdl_wait": Fault("decode.cuh", "waits || (lists && waited)", "lists", SOLOS),
+    "the list is asked for the first block again": Fault("decode_feed.cuh", "next_ = count_;\n", None, LATER),
     "this step's tokens are read before pdl_wait": Fault(
         "decode_feed.cuh", "first_token(where) + kTokens <= pieces_[where].high - p_.q_len", "true"
     ),
@@ -255,6 +261,9 @@ PROBLEMS = {
     "one long request": replace(LONG, lengths=(1500,), kv_dtype=FP8, num_ctas=20, sinks=True, k_scale="one"),
     "few and many pieces": replace(LONG, lengths=(4500, 300, 7, 200, 1500), num_q_heads=2, kv_dtype=FP8, num_ctas=64),
     "more than 128 pieces": replace(LONG, lengths=(9000,), num_q_heads=1, head_dim=64, kv_dtype=FP8, num_ctas=141),
+    "runs over several requests": LATER,
+    "solo pieces, then a shared one": replace(LONG, lengths=(60, 100, 20, 1100, 9, 80), num_ctas=1),
+    "nine solo pieces": SOLOS,
     "many pairs in two pieces": PAIRS,
     "many pieces a CTA": MANY,
     "many pieces a CTA, e4m3": replace(MANY, kv_dtype=FP8, num_ctas=2, q_len=2, softcap=5.0, sinks=True),

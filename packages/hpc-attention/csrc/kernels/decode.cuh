@@ -36,6 +36,8 @@ class DecodeWorker {
   static constexpr int kQueryPitch = decode_query_pitch(kDim);
   static constexpr int kQueryBarriers = 2 * kDecodeEpoch;
   static constexpr int kQueryDepth = decode_query_depth(kDim, kRowTiles);
+  // Whether a warp loads its first piece's query itself, right behind the wait: a trip shorter than the bulk copies.
+  static constexpr bool kDirectQuery = kRowTiles == 1 && !kQueryInSmem;
   using Feed = attention::Feed<kKind, kDim, kStages, kSolos>;
   using Ring = typename Feed::Ring;
 
@@ -45,7 +47,7 @@ class DecodeWorker {
         lane_(static_cast<int32_t>(threadIdx.x) % 32),
         g_(lane_ >> 2),
         t_(lane_ & 3),
-        group_(static_cast<int32_t>(blockIdx.x) % p.row_groups),
+        group_(p.row_groups == 1 ? 0 : static_cast<int32_t>(blockIdx.x) % p.row_groups),
         first_row_(group_ * kRowTile * kRowTiles),
         base_(shared_address(smem)),
         pieces_(p, *reinterpret_cast<typename Pieces::State*>(smem + kSmem.walk),
@@ -56,10 +58,12 @@ class DecodeWorker {
     // A plan that the kernel just before may have written is not touched before the wait. Otherwise the combine kernel
     // may start when every CTA of this one has: it waits for this kernel's end, and this one for what came before. Its
     // CTAs then find all SMs alike and spread over them, and the next call's CTAs can enter as these leave.
-    bool waited = p_.early_slices == 0;
+    bool waited = p_.early_slices == 0, touched = false;
     if (waited) pdl_wait();
     pdl_trigger();
-    const int32_t cta = static_cast<int32_t>(blockIdx.x) / p_.row_groups;
+    // The division is left out where it can be: the first load waits for it.
+    const auto block = static_cast<int32_t>(blockIdx.x);
+    const int32_t cta = p_.row_groups == 1 ? block : block / p_.row_groups;
     if (warp_ == 0) pieces_.start(cta);
     static_assert(kQueryDepth <= kQueryBarriers && kQueryBarriers < 32);
     if (warp_ == 1 && lane_ <= kQueryBarriers) {
@@ -68,26 +72,49 @@ class DecodeWorker {
     }
     Ring ring(base_ + kSmem.rings + warp_ * Ring::kBytes);
     Feed feed(p_, pieces_, warp_, lane_, own_.scales_);
+    feed.lead(p_.ctas[cta]);
 
     // One loop for everything, so that each part's instructions are there once. A step asks for a slice; from step
     // kStages on it attends over the slice whose place that one takes.
     int32_t index = -1;  // of the current piece
     int32_t slice = 0, end = 0;
-    bool chores = true;  // something besides attending is to be done
+    bool chores = true;   // something besides attending is to be done
+    bool listed = false;  // the list of pieces is there
+    bool unread = false;  // the current piece's query is still to be read
 #pragma unroll 1
     for (int32_t step = 0;;) {
       if (chores) {
         const int32_t epoch = index < 0 ? -1 : index / kDecodeEpoch;
         if (warp_ == 0 && pieces_.stale(epoch)) pieces_.refill(epoch);
-        if (step == 0) __syncthreads();
-        feed.prepare(max(index, 0));
-        if (!waited && (step >= p_.early_slices || !feed.is_old())) {
-          pdl_wait();
-          waited = true;
+        if (listed || step >= p_.early_slices || !feed.leads()) {
+          const bool lists = !listed;
+          if (lists) {
+            __syncthreads();
+            listed = true;
+            feed.follow();
+            index = begin_first();
+            if (index >= 0) {
+              slice = piece_.first(warp_);
+              end = piece_.end(warp_);
+              unread = slice < end;
+            }
+            if (warp_ == 1) touch_query();
+          }
+          feed.prepare(max(index, 0));
+          const bool waits = !waited && (step >= p_.early_slices || !feed.is_old());
+          const bool asks = kDirectQuery && unread && (waits || (lists && waited));
+          const char* row =
+              asks ? query_row<kKind, kDim>(p_, piece_.request, piece_.kv_head, min(g_, p_.rows - 1)) : nullptr;
+          if (waits) pdl_wait();
+          waited |= waits;
+          if (asks) load_query(row);
+          if (warp_ == 0 && waited) fetch_queries();
+          if (warp_ == kDecodeWarps - 1 && !touched && feed.final()) {
+            touch_plan(cta, max(index, 0) / kDecodeEpoch);
+            touched = true;
+          }
+          chores = !waited;
         }
-        if (warp_ == 0 && waited) fetch_queries();
-        if (warp_ == 1 && step == 0) touch_query();
-        chores = !waited;
       }
       if (step >= kStages) {
         if (slice >= end) {
@@ -99,8 +126,12 @@ class DecodeWorker {
           if (!any) break;
           slice = piece_.first(warp_);
           end = piece_.end(warp_);
-          chores = true;
+          chores = warp_ == 0 || !feed.final();
           continue;
+        }
+        if (unread) {
+          load_rows(index, kDirectQuery);
+          unread = false;
         }
         own_.attend(slice * kTokens, ring);
         slice += piece_.step();
@@ -110,14 +141,14 @@ class DecodeWorker {
       ring.advance();
       ++step;
     }
-    if (warp_ == 0) touch_plan(cta);
   }
 
  private:
   // The next layer's call begins with the same rows of the same plan and page table. The caches' flood may have driven
   // them from L2: brings them back while nothing waits for them.
-  __device__ __forceinline__ void touch_plan(int32_t cta) {
-    if (pieces_.added() == 0 || pieces_.added() > kDecodePieces) return;
+  __device__ __forceinline__ void touch_plan(int32_t cta, int32_t epoch) {
+    const int32_t pieces = pieces_.known(epoch).pieces;
+    if (pieces == 0 || pieces > kDecodePieces) return;  // else the first one's row is another's
     const Row piece = pieces_[0];
     const int32_t page = min(piece.begin * kTokens, p_.capacity - 1) >> p_.page_shift;
     const void* lines[4] = {p_.ctas + cta, p_.requests + piece.request, p_.header,
@@ -151,6 +182,36 @@ class DecodeWorker {
     fetched_ = min(fetched_, end);
   }
 
+  // Takes up this warp's first piece before the wait, all but its query, where it is known without going past others'
+  // barriers: one of the pieces that begin the list, up to the first that all warps share. Returns its index, else -1.
+  __device__ __forceinline__ int32_t begin_first() {
+    const int32_t known = min(pieces_.known(0).pieces, kDecodeEpoch);
+    if (kQueryInSmem || known == 0) return -1;
+    int32_t solos = 0;
+    if (kSolos) {
+      const unsigned shared = ~__ballot_sync(kAllLanes, lane_ < known && pieces_[lane_].solo >= 0);
+      solos = __ffs(static_cast<int>(shared)) - 1;
+    }
+    if (kDirectQuery) {
+      fetched_ = max(solos, 1);  // by their warps' own loads; their barriers go to the next phase
+      if (warp_ == 0 && lane_ < fetched_) mbarrier_arrive(query_full(lane_));
+    }
+    if (solos > 0 && warp_ >= solos) return -1;
+    const int32_t index = solos > 0 ? warp_ : 0;
+    piece_ = pieces_[index];
+    own_.begin(piece_.high);
+    return index;
+  }
+
+  // Asks for this lane's part of a query row, as it lies in memory.
+  __device__ __forceinline__ void load_query(const char* row) {
+    QueryRow<kDim> query;
+    read_query<kKind, kDim>(
+        p_, [&](int offset) { return *reinterpret_cast<const uint4*>(row + offset); }, g_ < p_.rows, t_, query);
+#pragma unroll
+    for (int i = 0; i < kDim / 8; ++i) own_.fragment_[0][i] = query.words[i];
+  }
+
   // Brings the first query's lines (the beginnings of its rows) into L2 before it may be read.
   __device__ __forceinline__ void touch_query() {
     if (pieces_.known(0).pieces == 0 || lane_ >= min(kRowTiles * kRowTile, p_.rows - first_row_)) return;
@@ -173,23 +234,24 @@ class DecodeWorker {
       query_limit_ = index + 2 * kDecodeEpoch;
     }
     if (!mine()) return true;
-    load_rows(index);
+    load_rows(index, false);
     if (kQueryInSmem) query_limit_ = index + kQueryDepth + 1;  // every warp has passed load_rows's barrier
     own_.begin(piece_.high);
     return true;
   }
 
-  __device__ __forceinline__ void load_rows(int32_t index) {
+  // Makes fragments of the piece's query: from shared memory, or, where it is `loaded`, from fragment_ itself.
+  __device__ __forceinline__ void load_rows(int32_t index, bool loaded) {
     float scale = p_.scale;
     if (p_.k_scale != nullptr && !p_.per_token_scale) scale *= p_.k_scale[piece_.kv_head * p_.k_scale_head_stride];
     const int32_t slot = index % kQueryDepth;
-    mbarrier_wait(query_full(slot), static_cast<uint32_t>((index / kQueryDepth) & 1));
+    if (!loaded) mbarrier_wait(query_full(slot), static_cast<uint32_t>((index / kQueryDepth) & 1));
     if constexpr (kQueryInSmem) {
       // One warp a row tile. The barrier of the merge before is behind every warp's last reading.
       if (warp_ < kRowTiles) {
         uint32_t fragment[kDim / 8];
         float factor;
-        load_row_tile(warp_, slot, fragment, factor);
+        load_row_tile(warp_, slot, false, fragment, factor);
 #pragma unroll
         for (int i = 0; i < kDim / 32; ++i) {
           sts128(base_ + kSmem.query + (warp_ * (kDim / 32) + i) * 512 + lane_ * 16,
@@ -202,7 +264,7 @@ class DecodeWorker {
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n) {
         float factor;
-        load_row_tile(n, slot, own_.fragment_[n], factor);
+        load_row_tile(n, slot, loaded, own_.fragment_[n], factor);
         // Lane (g, t) holds row g; scores of rows 2t and 2t + 1 lie in lane (g, t).
         own_.factor_[2 * n] = scale * __shfl_sync(kAllLanes, factor, 8 * t_);
         own_.factor_[2 * n + 1] = scale * __shfl_sync(kAllLanes, factor, 8 * t_ + 4);
@@ -210,12 +272,18 @@ class DecodeWorker {
     }
   }
 
-  // A row tile's fragments from its rows in shared memory; `factor` of row g.
-  __device__ __forceinline__ void load_row_tile(int32_t n, int32_t slot, uint32_t (&fragment)[kDim / 8],
+  // A row tile's fragments; `factor` of row g.
+  __device__ __forceinline__ void load_row_tile(int32_t n, int32_t slot, bool loaded, uint32_t (&fragment)[kDim / 8],
                                                 float& factor) {
     const int32_t own = kRowTile * n + g_, row = first_row_ + own;
     QueryRow<kDim> query;
-    read_query<kKind, kDim>(p_, query_at(slot) + own * kQueryPitch, row < p_.rows, t_, query);
+    if (loaded) {
+#pragma unroll
+      for (int i = 0; i < kDim / 8; ++i) query.words[i] = fragment[i];
+    } else {
+      const uint32_t from = query_at(slot) + own * kQueryPitch;
+      read_query<kKind, kDim>(p_, [&](int offset) { return lds128(from + offset); }, row < p_.rows, t_, query);
+    }
     query_fragment<kKind, kDim>(p_, query, fragment, factor);
     if (p_.q_scale != nullptr && row < p_.rows) {
       const RowPlace place = row_place(p_, piece_.kv_head, row);

@@ -44,6 +44,9 @@ struct alignas(16) PieceRow {
   int32_t solo;  // the warp that has all of it, or -1
   int32_t unused[2];
 
+  // Whether a piece whose solo is not yet known is a solo piece, where the kernel has such.
+  __device__ __forceinline__ bool can_be_solo() const { return slot < 0 && count <= kSoloSlices; }
+
   // Slices of a warp in the pieces before.
   __device__ __forceinline__ int32_t before(int32_t warp) const {
     return ((turn + kDecodeWarps - 1 - warp) / kDecodeWarps) +
@@ -84,6 +87,7 @@ struct Known {
   int32_t pieces;
   int32_t turn;
   int32_t solos;
+  bool all;  // no piece comes after these
 };
 
 // The CTA's pieces, a ring of kDecodePieces rows in shared memory. Warp 0 writes it: as many as fit at the start, then
@@ -144,7 +148,7 @@ class PieceList {
       Row made = piece_row<kTokens>(piece, row, p_);
       made.turn = added_.turn;
       made.solos = added_.solos;
-      if (kSolos && piece.whole && made.count <= Row::kSoloSlices) {
+      if (kSolos && made.can_be_solo()) {
         made.solo = added_.solos++ & (kDecodeWarps - 1);
       } else {
         added_.turn += made.count;
@@ -152,15 +156,19 @@ class PieceList {
       if (threadIdx.x == 0) pieces_[added_.pieces & (kDecodePieces - 1)] = made;
       ++added_.pieces;
     }
+    const bool told = added_.all;  // so the other epochs' readers know it already
+    added_.all = cursor.left <= 0;
     if (threadIdx.x == 0) {
       state_.cursor = cursor;
       state_.known[epoch & 1] = added_;
+      if (epoch < 0) state_.known[0] = added_;
     }
+    if (added_.all && (told || epoch < 0)) filled_ = kFilled;
     __syncwarp();
   }
 
   // Warp 0: whether this epoch's refill is still to be done, and how many pieces it has added.
-  __device__ __forceinline__ bool stale(int32_t epoch) const { return filled_ != epoch; }
+  __device__ __forceinline__ bool stale(int32_t epoch) const { return filled_ != epoch && filled_ != kFilled; }
   __device__ __forceinline__ int32_t added() const { return added_.pieces; }
 
   // What every warp may read during an epoch.
@@ -170,6 +178,7 @@ class PieceList {
 
  private:
   static constexpr int kCached = decode_cached_requests(kDim);
+  static constexpr int32_t kFilled = 0x7fffffff;  // no refill is left
 
   const DecodeParams& p_;
   State& state_;
@@ -249,6 +258,47 @@ class Feed {
         scales_(scales),
         log_ids_(max((kTokens == 32 ? 5 : 4) - p.page_shift, 0)) {}
 
+  // The first block, before the list of pieces is there, from the CTA's own row and its request's: where the first
+  // piece is not a solo piece, and the plan an ordinary one.
+  __device__ __forceinline__ void lead(const DecodeCta& run) {
+    if (run.count == 0 || p_.batch_invariant) return;
+    const DecodeRequest request = p_.requests[run.request];
+    const int32_t number = lane_ >> log_ids_, begin = run.tile * (kTileTokens / kTokens) + warp_;
+    const int32_t token = (begin + number * kDecodeWarps) * kTokens + page_of_slice();
+    uint32_t id = 0;  // asked for beside the request's row, so as if nothing lay before a window
+    if (token < min((run.tile + run.count) * kTileTokens, p_.capacity)) {
+      id = p_.page_table[run.request * p_.page_table_stride + (token >> p_.page_shift)];
+    }
+    DecodePiece piece = {};
+    piece.tile_begin = run.tile;
+    piece.tile_end = min(run.tile + run.count, request.num_tiles);
+    piece.whole = run.tile == 0 && piece.tile_end == request.num_tiles;
+    const Row row = piece_row<kTokens>(piece, request, p_);
+    if (row.begin * kTokens != run.tile * kTileTokens || (kSolos && row.can_be_solo())) return;
+    count_ = min((row.count + kDecodeWarps - 1 - warp_) / kDecodeWarps, 32 >> log_ids_);
+    where_ = (begin + min(number, count_ - 1) * kDecodeWarps) * kDecodePieces;
+    ids_ = token < row.high ? min(id, p_.last_page) : 0;
+    low_ = row.low;
+    high_ = row.high;
+    kv_head_ = run.kv_head;
+  }
+
+  // Whether the current slice is known without the list, and holds no token of this step.
+  __device__ __forceinline__ bool leads() const {
+    if (index_ == count_) return false;
+    return first_token(__shfl_sync(kAllLanes, where_, index_ << log_ids_)) + kTokens <= high_ - p_.q_len;
+  }
+
+  // The list is there: asks for the block behind the first one.
+  __device__ __forceinline__ void follow() {
+    listed_ = true;
+    next_ = count_;
+    if (count_ > 0) find_block(0);
+  }
+
+  // Whether every slice has been asked for.
+  __device__ __forceinline__ bool final() const { return final_; }
+
   // Whether a block has ended, so that prepare() is to be called before anything else.
   __device__ __forceinline__ bool ended() const { return index_ == count_ && !done_; }
 
@@ -256,13 +306,14 @@ class Feed {
   // slices: lane i holds the place of slice i / ids and page id number i mod ids of it, where a slice has `ids` pages.
   // The block after the current one is on its way meanwhile. `index`: of the piece that the warp attends over.
   __device__ __forceinline__ void prepare(int32_t index) {
-    while (index_ == count_) {
+    while (index_ == count_ && !final_) {
       where_ = next_where_;
       ids_ = next_ids_;
       count_ = next_count_;
       index_ = 0;
       find_block(index);
       done_ = count_ == 0 && next_count_ == 0;
+      final_ = done_ && all_;
       if (next_count_ == 0) break;
     }
   }
@@ -279,11 +330,13 @@ class Feed {
   __device__ __forceinline__ void push(const Ring& ring) {
     if (index_ < count_) {
       const int32_t where = __shfl_sync(kAllLanes, where_, index_ << log_ids_);
-      const Row& piece = pieces_[where];
       token_ = first_token(where);
-      low_ = piece.low;
-      high_ = piece.high;
-      kv_head_ = piece.kv_head;
+      if (listed_) {
+        const Row& piece = pieces_[where];
+        low_ = piece.low;
+        high_ = piece.high;
+        kv_head_ = piece.kv_head;
+      }
       if (log_ids_ == 0) {
         push_page(ring);
       } else {
@@ -366,12 +419,13 @@ class Feed {
     Row behind = {};
     behind.turn = known.turn;
     behind.solos = known.solos;
+    all_ = known.all;
     next_count_ = min(behind.before(warp_) - next_, 32 >> log_ids_);
     if (next_count_ == 0) return;
     const int32_t number = lane_ >> log_ids_;
     next_where_ = place(next_ + min(number, next_count_ - 1), index, known.pieces);
     const Row& piece = pieces_[next_where_];
-    const int32_t token = first_token(next_where_) + ((lane_ & ((1 << log_ids_) - 1)) << p_.page_shift);
+    const int32_t token = first_token(next_where_) + page_of_slice();
     next_ids_ = 0;
     if (number < next_count_ && token < piece.high) {
       const int32_t* table = p_.page_table + piece.request * p_.page_table_stride;
@@ -397,6 +451,9 @@ class Feed {
     return slice * kDecodePieces + (low & (kDecodePieces - 1));
   }
 
+  // Where the page whose id this lane holds begins, from the beginning of its slice (of several pages) on.
+  __device__ __forceinline__ int32_t page_of_slice() const { return (lane_ & ((1 << log_ids_) - 1)) << p_.page_shift; }
+
   static __device__ __forceinline__ int32_t first_token(int32_t where) {
     static_assert(kTokens <= kDecodePieces);
     return (where & -kDecodePieces) / (kDecodePieces / kTokens);
@@ -418,7 +475,9 @@ class Feed {
   const int32_t log_ids_;  // log2 of a slice's pages
   // The current block: slice index_ of count_, and the one after it.
   int32_t index_ = 0, count_ = 0, next_count_ = 0;
-  bool done_ = false;  // no slice is left
+  bool listed_ = false;               // the list has been made
+  bool done_ = false;                 // no slice is left of the pieces that are known
+  bool all_ = false, final_ = false;  // these are all there are; and none of their slices is left
   int32_t where_ = 0, next_where_ = 0;
   uint32_t ids_ = 0, next_ids_ = 0;
   int32_t next_ = 0;  // this warp's slice of all that the block after the next begins with

@@ -35,15 +35,15 @@ struct QueryRow {
   uint32_t words[kDim / 8];  // 16-bit pairs; of an e4m3 query the first half, four elements a word
 };
 
-// Takes a lane's part of a row from shared memory; zeros where there is no row.
-template <KvKind kKind, int kDim>
-__device__ __forceinline__ void read_query(const DecodeParams& p, uint32_t row, bool any, int32_t t,
+// Takes a lane's part of a row, whose 16 bytes at an offset are load16(offset); zeros where there is no row.
+template <KvKind kKind, int kDim, typename Load16>
+__device__ __forceinline__ void read_query(const DecodeParams& p, const Load16& load16, bool any, int32_t t,
                                            QueryRow<kDim>& query) {
 #pragma unroll
   for (int i = 0; i < kDim / 8; ++i) query.words[i] = 0;
   if (!any) return;
   const auto load = [&](int at, int offset) {
-    const uint4 v = lds128(row + offset);
+    const uint4 v = load16(offset);
     query.words[at] = v.x, query.words[at + 1] = v.y, query.words[at + 2] = v.z, query.words[at + 3] = v.w;
   };
   if (kKind == KvKind::kE4m3 && p.query == QueryKind::kE4m3) {
@@ -79,9 +79,8 @@ template <int kDim>
 __device__ __forceinline__ void scale_query(uint32_t (&fragment)[kDim / 8], float& factor) {
   uint32_t largest = 0;  // |bf16| as bits order like the numbers
 #pragma unroll
-  for (int i = 0; i < kDim / 8; ++i) {
-    largest = max(largest, max((fragment[i] & 0x7fffu) << 16, fragment[i] & 0x7fff0000u));
-  }
+  for (int i = 0; i < kDim / 8; ++i) largest = __vmaxu2(largest, fragment[i] & 0x7fff7fffu);
+  largest = max(largest << 16, largest & 0x7fff0000u);
   largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
   largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
   const int32_t exponent = max(static_cast<int32_t>(largest >> 23) - 127 - 14, -112);

@@ -133,6 +133,10 @@ inline uint32_t __ballot_sync(unsigned, bool vote) {
 inline bool __any_sync(unsigned mask, bool vote) {
   return __ballot_sync(mask, vote) != 0;
 }
+// The larger of each half.
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
+  return std::max(a & 0xffff0000u, b & 0xffff0000u) | std::max(a & 0xffffu, b & 0xffffu);
+}
 inline int32_t __reduce_add_sync(unsigned, int32_t value) {
   const uint32_t mine = static_cast<uint32_t>(value);
   const auto values = emulation::exchange(emulation::Meeting::kReduce, &mine, 1);
