@@ -36,8 +36,10 @@ class DecodeWorker {
   static constexpr int kQueryPitch = decode_query_pitch(kDim);
   static constexpr int kQueryBarriers = 2 * kDecodeEpoch;
   static constexpr int kQueryDepth = decode_query_depth(kDim, kRowTiles);
-  // Whether a warp loads its first piece's query itself, right behind the wait: a trip shorter than the bulk copies.
-  static constexpr bool kDirectQuery = kRowTiles == 1 && !kQueryInSmem;
+  // Whether a warp asks for its first slices before the list of pieces is made, takes up its first piece before the
+  // wait, and loads that piece's query itself, right behind it: a trip shorter than the bulk copies. (Where there are
+  // more rows or columns, registers have no room for it.)
+  static constexpr bool kQuickStart = kSolos;
   using Feed = attention::Feed<kKind, kDim, kStages, kSolos>;
   using Ring = typename Feed::Ring;
 
@@ -72,7 +74,7 @@ class DecodeWorker {
     }
     Ring ring(base_ + kSmem.rings + warp_ * Ring::kBytes);
     Feed feed(p_, pieces_, warp_, lane_, own_.scales_);
-    feed.lead(p_.ctas[cta]);
+    if (kQuickStart) feed.lead(p_.ctas[cta]);
 
     // One loop for everything, so that each part's instructions are there once. A step asks for a slice; from step
     // kStages on it attends over the slice whose place that one takes.
@@ -86,14 +88,16 @@ class DecodeWorker {
       if (chores) {
         const int32_t epoch = index < 0 ? -1 : index / kDecodeEpoch;
         if (warp_ == 0 && pieces_.stale(epoch)) pieces_.refill(epoch);
-        if (listed || step >= p_.early_slices || !feed.leads()) {
+        if (!kQuickStart || listed || step >= p_.early_slices || !feed.leads()) {
           const bool lists = !listed;
           if (lists) {
             __syncthreads();
             listed = true;
-            feed.follow();
-            index = begin_first();
-            if (index >= 0) {
+            if (kQuickStart) {
+              feed.follow();
+              index = begin_first();
+            }
+            if (kQuickStart && index >= 0) {
               slice = piece_.first(warp_);
               end = piece_.end(warp_);
               unread = slice < end;
@@ -102,7 +106,7 @@ class DecodeWorker {
           }
           feed.prepare(max(index, 0));
           const bool waits = !waited && (step >= p_.early_slices || !feed.is_old());
-          const bool asks = kDirectQuery && unread && (waits || (lists && waited));
+          const bool asks = kQuickStart && unread && (waits || (lists && waited));
           const char* row =
               asks ? query_row<kKind, kDim>(p_, piece_.request, piece_.kv_head, min(g_, p_.rows - 1)) : nullptr;
           if (waits) pdl_wait();
@@ -129,8 +133,8 @@ class DecodeWorker {
           chores = warp_ == 0 || !feed.final();
           continue;
         }
-        if (unread) {
-          load_rows(index, kDirectQuery);
+        if (kQuickStart && unread) {
+          load_rows(index, true);
           unread = false;
         }
         own_.attend(slice * kTokens, ring);
@@ -186,16 +190,11 @@ class DecodeWorker {
   // barriers: one of the pieces that begin the list, up to the first that all warps share. Returns its index, else -1.
   __device__ __forceinline__ int32_t begin_first() {
     const int32_t known = min(pieces_.known(0).pieces, kDecodeEpoch);
-    if (kQueryInSmem || known == 0) return -1;
-    int32_t solos = 0;
-    if (kSolos) {
-      const unsigned shared = ~__ballot_sync(kAllLanes, lane_ < known && pieces_[lane_].solo >= 0);
-      solos = __ffs(static_cast<int>(shared)) - 1;
-    }
-    if (kDirectQuery) {
-      fetched_ = max(solos, 1);  // by their warps' own loads; their barriers go to the next phase
-      if (warp_ == 0 && lane_ < fetched_) mbarrier_arrive(query_full(lane_));
-    }
+    if (known == 0) return -1;
+    const unsigned shared = ~__ballot_sync(kAllLanes, lane_ < known && pieces_[lane_].solo >= 0);
+    const int32_t solos = __ffs(static_cast<int>(shared)) - 1;
+    fetched_ = max(solos, 1);  // by their warps' own loads; their barriers go to the next phase
+    if (warp_ == 0 && lane_ < fetched_) mbarrier_arrive(query_full(lane_));
     if (solos > 0 && warp_ >= solos) return -1;
     const int32_t index = solos > 0 ? warp_ : 0;
     piece_ = pieces_[index];

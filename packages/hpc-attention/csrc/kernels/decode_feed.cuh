@@ -259,7 +259,7 @@ class Feed {
         log_ids_(max((kTokens == 32 ? 5 : 4) - p.page_shift, 0)) {}
 
   // The first block, before the list of pieces is there, from the CTA's own row and its request's: where the first
-  // piece is not a solo piece, and the plan an ordinary one.
+  // piece is not a solo piece, and the plan an ordinary one. (Only kernels that have solo pieces call it.)
   __device__ __forceinline__ void lead(const DecodeCta& run) {
     if (run.count == 0 || p_.batch_invariant) return;
     const DecodeRequest request = p_.requests[run.request];
@@ -274,7 +274,7 @@ class Feed {
     piece.tile_end = min(run.tile + run.count, request.num_tiles);
     piece.whole = run.tile == 0 && piece.tile_end == request.num_tiles;
     const Row row = piece_row<kTokens>(piece, request, p_);
-    if (row.begin * kTokens != run.tile * kTileTokens || (kSolos && row.can_be_solo())) return;
+    if (row.begin * kTokens != run.tile * kTileTokens || row.can_be_solo()) return;
     count_ = min((row.count + kDecodeWarps - 1 - warp_) / kDecodeWarps, 32 >> log_ids_);
     where_ = (begin + min(number, count_ - 1) * kDecodeWarps) * kDecodePieces;
     ids_ = token < row.high ? min(id, p_.last_page) : 0;
@@ -331,7 +331,7 @@ class Feed {
     if (index_ < count_) {
       const int32_t where = __shfl_sync(kAllLanes, where_, index_ << log_ids_);
       token_ = first_token(where);
-      if (listed_) {
+      if (!kSolos || listed_) {
         const Row& piece = pieces_[where];
         low_ = piece.low;
         high_ = piece.high;
