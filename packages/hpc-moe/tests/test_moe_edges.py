@@ -220,16 +220,19 @@ def test_offsets_beyond_2_to_31(moe_case: CaseMaker) -> None:
 
 
 def test_config_rules() -> None:
-    """The rules the implementations are built on: 8-row tiles in the low regime, of at most 128 otherwise."""
+    """The rules the implementations are built on: 8-row tiles in the low regime, else the wider the more rows."""
     sizes = dict(num_local_experts=24, num_experts=192, hidden=4096, intermediate=1536, quant="block")
     make = hpc_moe._C.make_config
     low, mid = make(num_tokens=128, top_k=8, **sizes), make(num_tokens=129, top_k=8, **sizes)
     assert (low.regime, mid.regime) == ("low", "mid")
-    assert TileRule(*low.rule) == TileRule(8, 8, False) and TileRule(*mid.rule) == TileRule(128, 8, False)
+    assert TileRule(*low.rule) == TileRule(8, 8, False) and TileRule(*mid.rule) == TileRule(32, 8, False)
+    widest = [make(num_tokens=tokens, top_k=8, **sizes).rule[0] for tokens in (528, 529, 1152, 1153, 8192)]
+    assert widest == [32, 64, 64, 128, 128]
+    assert make(num_tokens=129, top_k=8, **{**sizes, "quant": "none"}).rule[0] == 128
     assert low.h_is_bf16 and low.index_ctas == 0
     assert mid.x_in_workspace and not mid.h_is_bf16 and mid.index_ctas > 0
     few = make(num_tokens=8, top_k=8, batch_invariant=True, **sizes)
-    assert few.regime == "mid" and few.guess_stages == low.guess_stages == 0
+    assert few.regime == "mid" and not few.guess and not low.guess and mid.guess
     large = make(num_tokens=8192, top_k=8, num_sms=132, **sizes)
     assert large.regime == "large" and 0 < large.up_grid <= 132 and 0 < large.down_grid <= 132
     assert make(num_tokens=0, top_k=8, **sizes).layout.bytes == 0

@@ -209,4 +209,4 @@ def test_every_rank_takes_the_regime_of_a_single_rank(problem: dict[str, Any], r
 @given(problems())
 def test_batch_invariant_calls_take_one_regime(problem: dict[str, Any]) -> None:
     config = hpc_moe._C.make_config(**{**problem, "batch_invariant": True})
-    assert config.regime == "mid" and grouped.TileRule(*config.rule) == grouped.TileRule(128, 8, False)
+    assert config.regime == "mid"

@@ -23,14 +23,15 @@ constexpr int32_t kMaxLocalExperts = 512;
 constexpr int32_t kMaxExperts = 1 << 16;  // over all ranks
 constexpr int32_t kMaxDim = 1 << 17;      // H and I
 constexpr int32_t kScaleK = 128;          // elements of H that share a scale
-constexpr int32_t kGuessStages = 6;       // 132 CTAs x 6 x 32 KB are 25 MB of L2
 constexpr int32_t kIndexCluster = 8;      // CTAs that make the index of a larger call together
 constexpr int32_t kLowInlinePairs = 16;   // pairs up to which the low regime's GEMMs quantise what they load
 constexpr int32_t kLowMaxPairs = 1024;    // (token, slot) pairs of the low regime: every CTA routes them itself
 
 // Token tiles of the grouped GEMMs. Pairs would share weights by multicast; without it, fewer and wider tiles are
-// faster.
+// faster. Where experts have few rows, tiles are at most 32 or 64 rows: shared memory then holds more stages of
+// weights.
 constexpr grouped::TileRule kTileRule = {128, 8, 0};
+constexpr int64_t kRowsFor32 = 22, kRowsFor64 = 48;  // most rows an expert, on average, for such tiles
 
 enum class Quant : int32_t { kNone = 0, kBlock = 1, kTensor = 2 };
 
@@ -84,7 +85,7 @@ struct Config {
   int32_t down_columns;  // columns of H a down task makes
   int32_t up_grid;       // CTAs of the gate-up kernel
   int32_t down_grid;     // CTAs of the down kernel
-  int32_t guess_stages;  // K stages that gate-up CTAs ask L2 for while the index is made
+  bool guess;            // gate-up CTAs load weights of their likely first task while the index is made
   int32_t index_ctas;    // CTAs of the index kernel (one cluster); 0 where the gate-up kernel routes for itself
   Layout layout;
 };
@@ -153,6 +154,15 @@ inline int64_t low_pairs(const Problem& p) {
 // Whether the low regime's kernels are used on a GPU (num_sms > 0). They multiply FP8 alone: bf16 weights take kMid.
 constexpr bool kLowOnGpu = true;
 
+// Rule of the token tiles above the low regime, for `rows` rows over all ranks.
+inline grouped::TileRule tile_rule(const Problem& p, int64_t rows) {
+  grouped::TileRule rule = kTileRule;
+  if (p.quant == Quant::kNone) return rule;
+  if (rows <= kRowsFor64 * p.num_experts) rule.max_rows = 64;
+  if (rows <= kRowsFor32 * p.num_experts) rule.max_rows = 32;
+  return rule;
+}
+
 inline Regime choose_regime(const Problem& p, int64_t chunk_tokens) {
   const int64_t pairs = chunk_tokens * p.top_k;
   if (p.batch_invariant) return Regime::kMid;
@@ -171,7 +181,7 @@ inline Config make_config(const Problem& p) {
   c.chunk_rows = c.chunk_tokens * p.top_k;
   c.regime = choose_regime(p, c.chunk_tokens);
   const bool low = c.regime == Regime::kLow;
-  c.rule = low ? grouped::TileRule{8, 8, 0} : kTileRule;
+  c.rule = low ? grouped::TileRule{8, 8, 0} : tile_rule(p, c.chunk_rows);
   c.act_group = p.intermediate % 128 == 0 ? 128 : 64;
   // In the low regime a GEMM's load can quantise, again in every task: cheaper than a launch for the fewest rows.
   const bool apart = !low || c.chunk_rows > kLowInlinePairs;
@@ -188,20 +198,21 @@ inline Config make_config(const Problem& p) {
   c.up_grid = detail::grid(p.num_sms, up_tasks);
   c.down_grid = detail::grid(p.num_sms, down_tasks);
   c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 2048 ? kIndexCluster : 1);
-  // With at least 2 rows an expert on average most have rows: the first tasks are nearly known before the index is.
-  const bool likely = c.regime == Regime::kMid && c.chunk_rows >= 2 * static_cast<int64_t>(p.num_experts);
-  c.guess_stages = likely ? kGuessStages : 0;
+  // With at least 5 rows an expert on average nearly all have rows: the first tasks are known before the index is.
+  c.guess = c.regime == Regime::kMid && c.chunk_rows >= 5 * static_cast<int64_t>(p.num_experts);
   c.layout = detail::make_layout(p, c);
   return c;
 }
 
-// Bytes that a call of any number of tokens up to p.tokens finds enough. Within a regime the size grows with the chunk;
-// the largest low call may need more than the smallest mid one (a bf16 activation), and chunks end at kChunkTokens.
+// Bytes that a call of any number of tokens up to p.tokens finds enough. Within a regime and a tile rule the size grows
+// with the chunk; the largest low call may need more than the smallest mid one (a bf16 activation), the last of narrow
+// tiles more than the first of wider ones, and chunks end at kChunkTokens.
 inline int64_t max_workspace_bytes(const Problem& p) {
   Problem at = p;
   const int64_t largest = p.tokens < kChunkTokens ? p.tokens : kChunkTokens;
   int64_t bytes = make_config(p).layout.bytes;
-  for (const int64_t tokens : {largest, low_pairs(p) / p.top_k}) {
+  for (const int64_t tokens :
+       {largest, low_pairs(p) / p.top_k, kRowsFor32 * p.num_experts / p.top_k, kRowsFor64 * p.num_experts / p.top_k}) {
     at.tokens = tokens < largest ? tokens : largest;
     for (const int32_t num_sms : {0, 1}) {  // a CPU's and a GPU's regimes may differ
       at.num_sms = num_sms;

@@ -10,22 +10,23 @@
 
 namespace hpc::moe {
 
-template <Quant kQuant>
+template <class T>
 struct DownEpilogue {
-  static __device__ __forceinline__ void prepare(const GemmParams&, GemmSmem&) {}
+  using Smem = typename T::Smem;
+  static constexpr Quant kQuant = T::kQuant;
+  static __device__ __forceinline__ void prepare(const GemmParams&, Smem&) {}
 
-  static constexpr int kTokens = 32, kPitch = 256 + 16;  // tokens staged at a time; bytes of one, padded
-  static_assert(kTokens * kPitch <= kMaxWidth * kOutRow);
+  static constexpr int kTokens = Smem::kDownTokens, kPitch = Smem::kDownPitch;  // staged at a time; bytes of one
 
   template <int N>
-  static __device__ __forceinline__ void run(const GemmParams& p, GemmSmem& s, const TurnTask& task, int group, int,
+  static __device__ __forceinline__ void run(const GemmParams& p, Smem& s, const TurnTask& task, int group, int,
                                              float (&acc)[2][N / 2]) {
     store<N, 0>(p, s, task, group, acc);
   }
 
   // Tokens of the tile from kFirst on.
   template <int N, int kFirst>
-  static __device__ __forceinline__ void store(const GemmParams& p, GemmSmem& s, const TurnTask& task, int group,
+  static __device__ __forceinline__ void store(const GemmParams& p, Smem& s, const TurnTask& task, int group,
                                                float (&acc)[2][N / 2]) {
     constexpr int kCount = kFirst + kTokens < N ? kTokens : N - kFirst;
     const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
@@ -56,10 +57,11 @@ struct DownEpilogue {
 };
 
 // kDirect: per tensor, K of at most kDirectK.
-template <Quant kQuant, bool kHalf, bool kDirect>
+template <Quant kQuant, bool kHalf, int kWidth, bool kDirect>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     down_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
-  run_gemm<Gemm::kDown, kQuant, kHalf, kDirect, DownEpilogue<kQuant>>(&map, p);
+  using T = Traits<Gemm::kDown, kQuant, kHalf, kWidth>;
+  run_gemm<T, kDirect, DownEpilogue<T>>(&map, p);
 }
 
 }  // namespace hpc::moe

@@ -13,16 +13,18 @@
 
 namespace hpc::moe {
 
-template <Quant kQuant, bool kHalf>
+template <class T>
 struct GateUpEpilogue {
-  static constexpr bool kBlock = kQuant == Quant::kBlock;
+  static constexpr Quant kQuant = T::kQuant;
+  static constexpr bool kBlock = T::kBlock, kHalf = T::kHalf;
+  using Smem = typename T::Smem;
 
   // Where a warpgroup's part of a task belongs.
   struct Part {
     int row, rows, unit;
   };
 
-  static __device__ __forceinline__ void prepare(const GemmParams& p, GemmSmem& s) {
+  static __device__ __forceinline__ void prepare(const GemmParams& p, Smem& s) {
     if constexpr (kQuant == Quant::kTensor) {
       if (threadIdx.x == 0) s.fixed_inverse = static_inverse(*p.act_scale);
       named_barrier_sync(1, kConsumers);
@@ -30,8 +32,8 @@ struct GateUpEpilogue {
   }
 
   template <int N>
-  static __device__ __forceinline__ void run(const GemmParams& p, GemmSmem& s, const TurnTask& task, int group,
-                                             int parity, float (&acc)[2][N / 2]) {
+  static __device__ __forceinline__ void run(const GemmParams& p, Smem& s, const TurnTask& task, int group, int parity,
+                                             float (&acc)[2][N / 2]) {
     const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
     const int row = lane / 4, column = 2 * (lane % 4);  // of an 8 x 8 block of the accumulator
     const bool two_tiles = task.second_rows > 0;
@@ -92,10 +94,10 @@ struct GateUpEpilogue {
   // Block scales of the tile: largest magnitude of each token over 64 columns (this warpgroup's) or 128 (both
   // warpgroups'); stores the scales and leaves the inverses in s.inverse.
   template <int N>
-  static __device__ __forceinline__ void group_scales(const GemmParams& p, GemmSmem& s, const Part& part, int group,
+  static __device__ __forceinline__ void group_scales(const GemmParams& p, Smem& s, const Part& part, int group,
                                                       int parity, const float (&v)[N / 2]) {
     const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
-    float (&amax)[8][kMaxWidth] = s.amax[parity];
+    float (&amax)[8][T::kWidth] = s.amax[parity];
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
       float2 largest =
@@ -128,10 +130,11 @@ struct GateUpEpilogue {
   }
 };
 
-template <Quant kQuant, bool kHalf>
+template <Quant kQuant, bool kHalf, int kWidth>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     gate_up_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
-  run_gemm<Gemm::kUp, kQuant, kHalf, false, GateUpEpilogue<kQuant, kHalf>>(&map, p);
+  using T = Traits<Gemm::kUp, kQuant, kHalf, kWidth>;
+  run_gemm<T, false, GateUpEpilogue<T>>(&map, p);
 }
 
 }  // namespace hpc::moe

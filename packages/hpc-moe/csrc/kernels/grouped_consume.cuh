@@ -68,23 +68,23 @@ struct Operands {
   int rows, weights;  // scales: first of B's, first of the weights'
 };
 
-// Keeps the barriers of a task in which the warpgroup has nothing to multiply.
-__device__ __forceinline__ void skip_task(const GemmParams& p, GemmSmem& s, Ring& ring) {
-  const int num_k = (p.k_bytes + 127) / 128;
+// Keeps the barriers of stages in which the warpgroup has nothing to multiply.
+template <class T>
+__device__ __forceinline__ void skip_stages(typename T::Smem& s, typename T::Ring& ring, int count) {
 #pragma unroll 1
-  for (int k = 0; k < num_k; ++k) {
+  for (; count > 0; --count) {
     mbarrier_wait(smem_address(s.full) + ring.stage() * 8, ring.phase());
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(s.empty) + ring.stage() * 8);
-    ++ring.count;
+    ring.advance();
   }
 }
 
 // K loop of one task: acc[m] is the warpgroup's m64 tile m (gate-up: 0 gate, 1 up). kDirect: no promotion.
-template <Gemm kGemm, Quant kQuant, bool kHalf, bool kDirect, int N>
-__device__ __forceinline__ void multiply_task(const GemmParams& p, GemmSmem& s, Ring& ring, const Operands& at,
-                                              float (&acc)[2][N / 2]) {
-  using T = Traits<kGemm, kQuant, kHalf>;
+template <class T, bool kDirect, int N>
+__device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::Smem& s, typename T::Ring& ring,
+                                              const Operands& at, float (&acc)[2][N / 2]) {
+  constexpr Quant kQuant = T::kQuant;
   constexpr uint32_t kTile = kUnitBytes / 2 >> 4;  // from an m64 tile to the next
   const int lane = threadIdx.x % 32;
   const int num_k = (p.k_bytes + 127) / 128;
@@ -97,12 +97,12 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, GemmSmem& s, 
   const auto wait = [&] {
     mbarrier_wait(full + ring.stage() * 8, ring.phase());
     fence_proxy_async();
-    return stages + uniform(ring.stage() * (kStageBytes >> 4));
+    return stages + uniform(ring.stage() * (T::kStageBytes >> 4));
   };
   const auto release = [&] {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(empty + ring.stage() * 8);
-    ++ring.count;
+    ring.advance();
   };
 
   if constexpr (kDirect || kQuant == Quant::kNone) {
@@ -131,9 +131,9 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, GemmSmem& s, 
       const float* scale = s.scale[ring.stage()];
       // One scale group from step `from` on.
       const auto run = [&](int from, int g) {
-        const float* rows = scale + at.rows + g * kMaxWidth + 4 * (lane % 4);
-        const auto weight = [&](int m) { return T::kBlock ? scale[2 * kMaxWidth + g * 4 + at.weights + m] : 1.0f; };
-        if constexpr (N <= kBothTiles<kGemm, kQuant>) {  // the second is multiplied while the first is promoted
+        const float* rows = scale + at.rows + g * T::kWidth + 4 * (lane % 4);
+        const auto weight = [&](int m) { return T::kBlock ? scale[2 * T::kWidth + g * 4 + at.weights + m] : 1.0f; };
+        if constexpr (N <= kBothTiles<T::kGemm, kQuant>) {  // the second is multiplied while the first is promoted
           float first[N / 2], second[N / 2];
           wgmma_fence(first);
           wgmma_arrive();
@@ -172,14 +172,14 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, GemmSmem& s, 
   }
 }
 
-// Calls run.operator()<N>() with the N of a token tile: its width, up to 64 rounded up to 16.
-template <class Run>
+// Calls run.operator()<N>() with the N of a token tile of at most kWidth: its width, up to 64 rounded up to 16.
+template <int kWidth = kMaxWidth, class Run>
 __device__ __forceinline__ void with_width(int width, Run& run) {
   const int n = width > 64 ? (width + 7) / 8 * 8 : (width + 15) / 16 * 16;
   switch (n) {
-#define HPC_MOE_WIDTH(N)          \
-  case N:                         \
-    run.template operator()<N>(); \
+#define HPC_MOE_WIDTH(N)                                     \
+  case N:                                                    \
+    if constexpr (N <= kWidth) run.template operator()<N>(); \
     break;
     HPC_MOE_WIDTH(16)
     HPC_MOE_WIDTH(32)
@@ -199,32 +199,36 @@ __device__ __forceinline__ void with_width(int width, Run& run) {
 
 // Consumer warps: task after task, as the producers publish them. `Epilogue::run<N>(p, s, tile, parity, acc)` stores a
 // unit of a task; it is called by whole warpgroups.
-template <Gemm kGemm, Quant kQuant, bool kHalf, bool kDirect, class Epilogue>
-__device__ __forceinline__ void consume(const GemmParams& p, GemmSmem& s) {
+template <class T, bool kDirect, class Epilogue>
+__device__ __forceinline__ void consume(const GemmParams& p, typename T::Smem& s) {
   const int group = uniform(threadIdx.x / 128);
   const uint32_t full = smem_address(s.full);
   Epilogue::prepare(p, s);
-  Ring ring;
+  typename T::Ring ring;
 #pragma unroll 1
   for (int turn = 0;; ++turn) {
     mbarrier_wait(full + ring.stage() * 8, ring.phase());
     const TurnTask& task = s.turns[turn % kTurns];
     if (task.width == 0) break;
-    const bool two_tiles = Traits<kGemm, kQuant, kHalf>::kTwoTiles && task.second_rows > 0;
+    if (task.rows == 0) {  // a guess that was wrong
+      skip_stages<T>(s, ring, task.units);
+      continue;
+    }
+    const bool two_tiles = T::kTwoTiles && task.second_rows > 0;
     if (group > 0 && task.units < 2 && !two_tiles) {
-      skip_task(p, s, ring);
+      skip_stages<T>(s, ring, (p.k_bytes + 127) / 128);
       continue;
     }
     const uint32_t first = two_tiles ? 0 : group;
     const Operands at = {uniform(kLowBits + first * (kUnitBytes >> 4)),
                          uniform(kLowBits + ((two_tiles && group ? kUnitBytes : 2 * kUnitBytes) >> 4)),
-                         two_tiles && group ? kMaxWidth : 0, static_cast<int>(first) * 2};
+                         two_tiles && group ? T::kWidth : 0, static_cast<int>(first) * 2};
     const auto run = [&]<int N>() {
       float acc[2][N / 2];
-      multiply_task<kGemm, kQuant, kHalf, kDirect, N>(p, s, ring, at, acc);
+      multiply_task<T, kDirect, N>(p, s, ring, at, acc);
       Epilogue::template run<N>(p, s, task, group, turn & 1, acc);
     };
-    with_width(task.width, run);
+    with_width<T::kWidth>(task.width, run);
   }
 }
 

@@ -8,15 +8,17 @@
 //                    index, or rows of h) by cp.async into the 128-byte swizzle, with the scales; one thread also
 //                    brings the weights by TMA and publishes each task.
 // A task (grouped_tasks.cuh) is a token tile of an expert and one or two units, or one unit and two token tiles; those
-// of one expert and unit are neighbours, so that their weights come from L2 after the first. Shared memory: kStages x
-// (32 KB weights + 16 KB rows of B), scales of each stage, epilogue buffers, published tasks, barriers. Barriers:
-// full[s] (the TMA thread's arrival and bytes, one arrival a producer thread, when its cp.async have landed), empty[s]
-// (one a consumer warp). Before the first stage of a task its TurnTask is written; the TMA thread's arrival releases
-// it. K order: 128 bytes a stage; sums are promoted to fp32 registers every scale group (128, or 64 of I), per tensor
-// every 128, or not at all (down of up to kDirectK of K). It depends on nothing but the shape, so a row has the same
-// bits in every tile width. Rows of a tile beyond its count hold whatever shared memory held: they only reach their own
-// columns, which nobody stores. PDL: gate-up asks L2 for its likely first weights, then waits (the index is its
-// predecessor's). Down reads the index (two kernels old) and fills its first stages with weights before it waits for h.
+// of one expert and unit are neighbours, so that their weights come from L2 after the first. Shared memory: 4 to 6
+// stages (32 KB weights + rows of B: 16, 8 or 4 KB, as the call's token tiles are at most 128, 64 or 32 rows), scales
+// of each stage, epilogue buffers, published tasks, barriers. Barriers: full[s] (the TMA thread's arrival and bytes,
+// one arrival a producer thread, when its cp.async have landed), empty[s] (one a consumer warp). Before the first stage
+// of a task its TurnTask is written; the TMA thread's arrival releases it. K order: 128 bytes a stage; sums are
+// promoted to fp32 registers every scale group (128, or 64 of I), per tensor every 128, or not at all (down of up to
+// kDirectK of K). It depends on nothing but the shape, so a row has the same bits in every tile width. Rows of a tile
+// beyond its count hold whatever shared memory held: they only reach their own columns, which nobody stores. PDL:
+// gate-up fills its first stages with the weights of its likely first task, then waits (the index is its
+// predecessor's); a wrong guess costs those stages. Down reads the index (two kernels old) and fills its first stages
+// with weights before it waits for h.
 #pragma once
 
 #include <cuda.h>
@@ -34,16 +36,13 @@ namespace hpc::moe {
 
 enum class Gemm { kUp, kDown };
 
-constexpr int kStages = 4;
 constexpr int kMaxWidth = 128;         // widest token tile
 constexpr int kUnitBytes = 128 * 128;  // weights of a unit in a stage: two m64 tiles of 128 bytes a row
-constexpr int kStageBytes = 2 * kUnitBytes + kMaxWidth * 128;
-constexpr int kScaleFloats = 2 * kMaxWidth + 8;  // a stage's scales: B [2 groups or tiles][width], weights [2][4]
 constexpr int kConsumers = 256, kProducers = 128;
 constexpr int kGemmThreads = kConsumers + kProducers;
 constexpr int kOutRow = 64 + 16;  // bytes of a staged output row (64 e4m3), padded against conflicts
 constexpr uint32_t kNoRow = ~0u;
-constexpr int kTurns = 8;       // published tasks: more than producers can be ahead (kStages + 1)
+constexpr int kTurns = 8;       // published tasks: more than producers can be ahead (a ring and one)
 constexpr int kDirectK = 1536;  // of K that the tensor core sums by itself (per tensor, down): off by 0.0015 in rms
 
 // A task as its CTA sees it.
@@ -57,32 +56,68 @@ struct TurnTask {
 };
 static_assert(sizeof(TurnTask) == 16);
 
+// Sizes that follow from the widest token tile of a call: the narrower, the more stages.
+template <int kWidth>
+struct Stages {
+  static_assert(kWidth == 32 || kWidth == 64 || kWidth == 128);
+  static constexpr int kCount = kWidth == 128 ? 4 : kWidth == 64 ? 5 : 6;
+  static constexpr int kBytes = 2 * kUnitBytes + kWidth * 128;
+  static constexpr int kScales = 2 * kWidth + 8;  // floats: B [2 groups or tiles][width], weights [2][4]
+};
+
+template <int kWidth>
 struct GemmSmem {
-  alignas(1024) uint8_t stage[kStages][kStageBytes];
-  alignas(16) float scale[kStages][kScaleFloats];
-  alignas(16) uint8_t out[2][kMaxWidth * kOutRow];  // gate-up: one a warpgroup
-  float amax[2][8][kMaxWidth];                      // gate-up: by parity of the task, a row a warp
-  float inverse[2][kMaxWidth];                      // gate-up: one a warpgroup
-  float fixed_inverse;                              // gate-up, per tensor: factor that quantises
+  using Stage = Stages<kWidth>;
+  // What down stages at a time: so many tokens of 128 columns, padded.
+  static constexpr int kDownTokens = kWidth == 32 ? 8 : 32, kDownPitch = 256 + 16;
+  static constexpr int kOutBytes =
+      kWidth * kOutRow < kDownTokens * kDownPitch ? kDownTokens * kDownPitch : kWidth * kOutRow;
+
+  alignas(1024) uint8_t stage[Stage::kCount][Stage::kBytes];
+  alignas(16) float scale[Stage::kCount][Stage::kScales];
+  alignas(16) uint8_t out[2][kOutBytes];  // one a warpgroup
+  float amax[2][8][kWidth];               // gate-up: by parity of the task, a row a warp
+  float inverse[2][kWidth];               // gate-up: one a warpgroup
+  float fixed_inverse;                    // gate-up, per tensor: factor that quantises
   alignas(16) TurnTask turns[kTurns];
-  alignas(8) uint64_t full[kStages];
-  uint64_t empty[kStages];
-  uint16_t token[2 * kMaxWidth];  // gate-up: tokens of the producers' tiles
+  alignas(8) uint64_t full[Stage::kCount];
+  uint64_t empty[Stage::kCount];
+  uint16_t token[2 * kWidth];  // gate-up: tokens of the producers' tiles
 };
-constexpr int kGemmSmemBytes = sizeof(GemmSmem) + 1024;  // the start is aligned by hand
-static_assert(kGemmSmemBytes <= 232448, "227 KB a CTA");
+template <int kWidth>
+constexpr int kGemmSmemBytes = sizeof(GemmSmem<kWidth>) + 1024;  // the start is aligned by hand
+static_assert(kGemmSmemBytes<32> <= 232448 && kGemmSmemBytes<64> <= 232448 && kGemmSmemBytes<128> <= 232448,
+              "227 KB a CTA");
 
-// Where a ring of kStages stands: how many stages were passed.
-struct Ring {
-  uint32_t count = 0;
-  __device__ __forceinline__ uint32_t stage() const { return count % kStages; }
-  __device__ __forceinline__ uint32_t phase() const { return count / kStages & 1; }
+// Where a ring of kCount stages stands.
+template <int kCount>
+class StageRing {
+ public:
+  __device__ __forceinline__ uint32_t stage() const { return stage_; }
+  __device__ __forceinline__ uint32_t phase() const { return phase_; }
+  __device__ __forceinline__ void advance() {
+    if (++stage_ == kCount) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+ private:
+  uint32_t stage_ = 0, phase_ = 0;
 };
 
-// Elements of I that share a scale are 64 (kHalf) or 128; gate-up's K groups are 128 of H always.
-template <Gemm kGemm, Quant kQuant, bool kHalf>
+// A kernel. Elements of I that share a scale are 64 (kHalf) or 128; gate-up's K groups are 128 of H always.
+template <Gemm kTheGemm, Quant kTheQuant, bool kTheHalf, int kTheWidth>
 struct Traits {
-  static constexpr bool kBlock = kQuant == Quant::kBlock;
+  static constexpr Gemm kGemm = kTheGemm;
+  static constexpr Quant kQuant = kTheQuant;
+  static constexpr bool kHalf = kTheHalf;
+  static constexpr int kWidth = kTheWidth;
+  using Smem = GemmSmem<kWidth>;
+  static constexpr int kStages = Stages<kWidth>::kCount, kStageBytes = Stages<kWidth>::kBytes;
+  using Ring = StageRing<kStages>;
+
+  static constexpr bool kBlock = kQuant == Quant::kBlock, kTensor = kQuant == Quant::kTensor;
   static constexpr int kGroups = kBlock && kHalf && kGemm == Gemm::kDown ? 2 : 1;  // scale groups a stage
   static constexpr int kRowBlock = kGemm == Gemm::kUp && kHalf ? 64 : 128;         // weight rows that share a scale
   // Scale groups of 128 columns of I span both units of a task: units then come in pairs only, and stay together.

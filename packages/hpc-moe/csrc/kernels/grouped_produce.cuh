@@ -13,11 +13,10 @@ __device__ __forceinline__ int weight_coordinate(const GemmParams& p, int expert
   return expert * (p.weight_rows / (kGemm == Gemm::kUp ? 16 : 32)) + unit * 4;
 }
 
-// Weights of one stage, by one thread; also its arrival.
+// Weights of one stage, by one thread, which has announced their bytes.
 template <Gemm kGemm>
 __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensorMap* map, int row, int units, int k,
                                              uint32_t smem, uint32_t full, uint64_t policy) {
-  mbarrier_arrive_expect_tx(full, units * kUnitBytes);
   for (int i = 0; i < units; ++i) {
     if constexpr (kGemm == Gemm::kUp) {
       tma_load_4d(smem + i * kUnitBytes, map, full, k * 128, 0, 0, row + 4 * i, policy);
@@ -29,27 +28,17 @@ __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensor
   }
 }
 
-// Gate-up, before its wait: where most experts have rows and few of them two tiles, the CTA's first task is known
-// without the index. Its first stages are brought to L2 while the index is made; a wrong guess costs nothing but that.
-__device__ __forceinline__ void guess_weights(const GemmParams& p, const CUtensorMap* map) {
-  const int whole = p.units / 2, pair = blockIdx.x;
-  if (p.guess_stages == 0 || pair >= p.experts * whole) return;
-  const int row = weight_coordinate<Gemm::kUp>(p, pair / whole, pair % whole * 2);
-  for (int k = 0; k < p.guess_stages; ++k) {
-    for (int i = 0; i < 4; ++i) {
-      const int unit_row = row + 4 * (i / 2) + i % 2 * (p.out_columns / 16);
-      asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(k * 128),
-                   "r"(0), "r"(0), "r"(unit_row)
-                   : "memory");
-    }
-  }
+// Asks L2 for the line of an address; whoever writes it later does no harm.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
 // kZeroTail: K may end with half a stage, and whole stages are multiplied: the other half of B is filled with zeros
 // (the weights' is, by the copy engine).
-template <Gemm kGemm, Quant kQuant, bool kHalf, bool kZeroTail>
-__device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s) {
-  using T = Traits<kGemm, kQuant, kHalf>;
+template <class T, bool kZeroTail>
+__device__ void produce(const GemmParams& p, const CUtensorMap* map, typename T::Smem& s) {
+  constexpr Gemm kGemm = T::kGemm;
+  constexpr int kStages = T::kStages, kStageBytes = T::kStageBytes, kWidth = T::kWidth;
   const int thread = threadIdx.x - kConsumers, lane = thread % 32;
   const int chunk = thread % 8, first_row = thread / 8;  // 16-byte chunk of a row, first of the thread's rows
   const uint32_t to = 2 * kUnitBytes + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);  // rows 16 i further: + 2 KB
@@ -57,26 +46,68 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s
   const uint32_t full = smem_address(s.full), empty = smem_address(s.empty);
   const uint32_t stages = smem_address(s.stage), scales = smem_address(s.scale);
   const uint64_t policy = p.evict_first ? l2_evict_first() : l2_evict_normal();
+  using Tasks = Schedule<T>;
+  int prefetched = 0;  // stages whose weights are on their way before the wait
+  const auto prefetch = [&](const TurnTask& task) {
+    const int row = weight_coordinate<kGemm>(p, task.expert, task.unit);
+    for (int k = 0; k < min(kStages, num_k); ++k) {
+      mbarrier_expect_tx(full + k * 8, task.units * kUnitBytes);
+      load_weights<kGemm>(p, map, row, task.units, k, stages + k * kStageBytes, full + k * 8, policy);
+    }
+  };
+  [[maybe_unused]] TurnTask guess{};
+  [[maybe_unused]] int guessed_tile = Tasks::kNoTile;
+  [[maybe_unused]] grouped::TileTask early{};
   if constexpr (kGemm == Gemm::kUp) {
-    if (thread == 0) guess_weights(p, map);
+    // Where most experts have rows and few of them two tiles, the CTA's first tasks are known without the index.
+    if (p.guess) {
+      const Tasks likely(p, p.experts, 1.0f);
+      guess = likely.likely(0);
+      if (guess.units > 0) {
+        if (thread == 0) prefetch(guess);
+        prefetched = min(kStages, num_k);
+      }
+      guessed_tile = likely.likely_tile(lane);
+      if (T::kTensor && guessed_tile != Tasks::kNoTile) prefetch_line(p.w_scale + guessed_tile);
+      if (T::kTensor && thread == 0) {
+        prefetch_line(p.b_scale);
+        prefetch_line(p.act_scale);
+      }
+      if (const int line = blockIdx.x * kProducers + thread; line < p.b_lines) prefetch_line(p.b + line * int64_t{128});
+    }
     pdl_wait();
     pdl_trigger();
+    if (guessed_tile != Tasks::kNoTile) early = p.routing.tiles[guessed_tile];
   }
-  const Schedule<kGemm, T, kQuant == Quant::kTensor> schedule(p);
-
-  TurnTask found = schedule.at(lane);  // of turns `base` + lane
-  int base = 0, prefetched = 0;        // stages whose weights are on their way before the wait
+  const Tasks schedule(p, p.routing.tile_offsets[p.experts],
+                       T::kTensor ? *(kGemm == Gemm::kUp ? p.b_scale : p.act_scale) : 1.0f);
+  TurnTask found = schedule.at(lane, guessed_tile, early);  // of turns `base` + lane
+  int base = 0, published = 0;
+  typename T::Ring head;
   if constexpr (kGemm == Gemm::kDown) {
-    if (thread == 0 && found.width > 0) {
-      s.turns[0] = found;
-      const int row = weight_coordinate<kGemm>(p, found.expert, found.unit);
-      for (int k = 0; k < min(kStages, num_k); ++k) {
-        load_weights<kGemm>(p, map, row, found.units, k, stages + k * kStageBytes, full + k * 8, policy);
-      }
-    }
+    if (thread == 0 && found.width > 0) prefetch(found);
     prefetched = min(kStages, num_k);
     pdl_wait();
     pdl_trigger();
+  } else if (prefetched > 0) {
+    const TurnTask first = {0,
+                            0.0f,
+                            static_cast<uint16_t>(__shfl_sync(~0u, found.expert, 0)),
+                            static_cast<uint16_t>(__shfl_sync(~0u, found.unit, 0)),
+                            0,
+                            0,
+                            static_cast<uint8_t>(__shfl_sync(~0u, found.units, 0)),
+                            0};
+    if (first.expert != guess.expert || first.unit != guess.unit || first.units != guess.units) {
+      // Wrong: a task that only gives the stages back.
+      if (thread == 0) s.turns[0] = {0, 0.0f, 0, 0, 0, 1, static_cast<uint8_t>(prefetched), 0};
+      __syncwarp();
+      published = 1;
+      for (; prefetched > 0; --prefetched, head.advance()) {
+        mbarrier_arrive(full + head.stage() * 8);
+        if (thread == 0) mbarrier_arrive(full + head.stage() * 8);
+      }
+    }
   }
 
   // Row `thread` of the task of turn `base` + at, as a slot: asked for one task early.
@@ -85,10 +116,9 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s
     const int row = field(found.row, at), rows = field(found.rows, at);
     return kGemm == Gemm::kUp && thread < rows ? p.routing.row_to_slot[row + thread] : 0;
   };
-  Ring head;
   int slot = slot_of(0);
 #pragma unroll 1
-  for (int turn = 0, published = 0;; ++turn) {
+  for (int turn = 0;; ++turn) {
     if (turn - base == 31) {  // the last one found only told which rows come next
       base = turn;
       found = schedule.at(base + lane);
@@ -108,23 +138,23 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s
     const int tile_row = field(found.row, at), rows = field(found.rows, at);
     const int expert = field(found.expert, at), unit = field(found.unit, at);
     const int second = T::kTwoTiles ? field(found.second_rows, at) : 0;
-    uint32_t source[kMaxWidth / 16], source2[kMaxWidth / 16];  // where the thread's rows start, in 16 bytes
-    int own = tile_row + thread, own2 = 0;                     // rows of B that the tiles' rows `thread` read
+    uint32_t source[kWidth / 16], source2[kWidth / 16];  // where the thread's rows start, in 16 bytes
+    int own = tile_row + thread, own2 = 0;               // rows of B that the tiles' rows `thread` read
     if constexpr (kGemm == Gemm::kUp) {
       own = slot / p.top_k;
       if (second) own2 = thread < second ? p.routing.row_to_slot[tile_row + rows + thread] / p.top_k : 0;
       named_barrier_sync(4, kProducers);  // the tile before has been read
-      s.token[thread] = static_cast<uint16_t>(own);
-      if (second) s.token[kMaxWidth + thread] = static_cast<uint16_t>(own2);
+      if (thread < kWidth) s.token[thread] = static_cast<uint16_t>(own);
+      if (thread < second) s.token[kWidth + thread] = static_cast<uint16_t>(own2);
       named_barrier_sync(4, kProducers);
       slot = slot_of(at + 1);
     }
 #pragma unroll
-    for (int i = 0; i < kMaxWidth / 16; ++i) {
+    for (int i = 0; i < kWidth / 16; ++i) {
       const int row = first_row + 16 * i;
       const uint32_t token = kGemm == Gemm::kUp ? s.token[row] : tile_row + row;
       source[i] = row < rows ? token * p.b_stride : kNoRow;
-      if constexpr (T::kTwoTiles) source2[i] = row < second ? s.token[kMaxWidth + row] * p.b_stride : kNoRow;
+      if constexpr (T::kTwoTiles) source2[i] = row < second ? s.token[kWidth + row] * p.b_stride : kNoRow;
     }
     const int weights = weight_coordinate<kGemm>(p, expert, unit);
     // Thread r brings the scales of the tiles' rows r, threads 0 to 3 those of the weights' four m64 tiles.
@@ -145,7 +175,9 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s
       const uint32_t stage = stages + head.stage() * kStageBytes;
       if (prefetched > 0) {
         --prefetched;
+        if (thread == 0) mbarrier_arrive(full + head.stage() * 8);  // the task is published
       } else if (thread == 0) {
+        mbarrier_arrive_expect_tx(full + head.stage() * 8, units * kUnitBytes);
         load_weights<kGemm>(p, map, weights, units, k, stage, full + head.stage() * 8, policy);
       }
       const int column = k * 128 + chunk * 16;
@@ -153,7 +185,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s
         const uint8_t* from = p.b + (column < p.k_bytes ? column : 0);
         [[maybe_unused]] const int bytes = column < p.k_bytes ? 16 : 0;
 #pragma unroll
-        for (int i = 0; i < kMaxWidth / 16; ++i) {
+        for (int i = 0; i < kWidth / 16; ++i) {
           if (source[i] == kNoRow) continue;
           if constexpr (kZeroTail) {
             cp_async_16_zfill(stage + to + i * 16 * 128, from + uint64_t{source[i]} * 16, bytes);
@@ -163,28 +195,28 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s
         }
         if (second) {
 #pragma unroll
-          for (int i = 0; i < kMaxWidth / 16; ++i) {
+          for (int i = 0; i < kWidth / 16; ++i) {
             if (source2[i] == kNoRow) continue;
             cp_async_16(stage + to - kUnitBytes + i * 16 * 128, from + uint64_t{source2[i]} * 16);
           }
         }
       }
       if constexpr (T::kBlock) {
-        const uint32_t scale_to = scales + head.stage() * kScaleFloats * 4;
+        const uint32_t scale_to = scales + head.stage() * Stages<kWidth>::kScales * 4;
         const uint32_t row_to = scale_to + scale_place(thread) * 4;
 #pragma unroll
         for (int g = 0; g < T::kGroups; ++g) {
           const int group = k * T::kGroups + g;
           if (group < p.w_scale_cols) {
-            if (row_scale) cp_async_4(row_to + g * kMaxWidth * 4, row_scale + group * p.b_scale_step);
-            if (row_scale2) cp_async_4(row_to + kMaxWidth * 4, row_scale2 + group * p.b_scale_step);
-            if (weight_scale) cp_async_4(scale_to + (2 * kMaxWidth + g * 4 + thread) * 4, weight_scale + group);
+            if (row_scale) cp_async_4(row_to + g * kWidth * 4, row_scale + group * p.b_scale_step);
+            if (row_scale2) cp_async_4(row_to + kWidth * 4, row_scale2 + group * p.b_scale_step);
+            if (weight_scale) cp_async_4(scale_to + (2 * kWidth + g * 4 + thread) * 4, weight_scale + group);
           }
         }
       }
       // Arrives when this thread's copies have landed: all stages may be on their way, nobody waits for the rows here.
       cp_async_arrive(full + head.stage() * 8);
-      ++head.count;
+      head.advance();
     }
   }
   // The end: a stage without data.
@@ -194,13 +226,13 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, GemmSmem& s
 }
 
 // The kernel's frame: barriers and roles.
-template <Gemm kGemm, Quant kQuant, bool kHalf, bool kDirect, class Epilogue>
+template <class T, bool kDirect, class Epilogue>
 __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const GemmParams& p) {
   extern __shared__ uint8_t raw[];
-  auto& s = *reinterpret_cast<GemmSmem*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+  auto& s = *reinterpret_cast<typename T::Smem*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
   if (threadIdx.x == 0) {
     tma_prefetch_map(map);
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < T::kStages; ++i) {
       mbarrier_init(smem_address(&s.full[i]), 1 + kProducers);
       mbarrier_init(smem_address(&s.empty[i]), kConsumers / 32);
     }
@@ -209,12 +241,12 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const GemmParam
   __syncthreads();
   if (threadIdx.x >= kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    produce<kGemm, kQuant, kHalf, kGemm == Gemm::kDown && kQuant == Quant::kTensor && !kDirect>(p, map, s);
+    produce<T, T::kGemm == Gemm::kDown && T::kTensor && !kDirect>(p, map, s);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     pdl_wait();  // nothing may be stored before
     pdl_trigger();
-    consume<kGemm, kQuant, kHalf, kDirect, Epilogue>(p, s);
+    consume<T, kDirect, Epilogue>(p, s);
   }
 }
 

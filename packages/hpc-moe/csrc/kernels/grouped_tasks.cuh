@@ -6,69 +6,99 @@
 
 namespace hpc::moe {
 
-// Pairs of units first: all of an expert are neighbours, pair outermost, then token tile; or (down, columns_first) pair
-// outermost over all experts, so that y is written column by column. Then single units: of the pairs
-// that would start a round of which less than half the CTAs have a task (not where pairs must stay together), and,
-// where the number of units is odd, of the last unit, two token tiles of an expert at once where it has them. Among the
-// pairs these would give every other CTA half the work.
-template <Gemm kGemm, class T, bool kTensorScale>
+// Pairs of units: all of an expert are neighbours, pair outermost, then token tile; or (down, columns_first) pair
+// outermost over all experts, so that y is written column by column. And single units: of the pairs that would start a
+// round of which less than half the CTAs have a task (not where pairs must stay together), and, where the number of
+// units is odd, of the last unit, two token tiles of an expert at once where it has them. Singles come last: among the
+// pairs they would give every other CTA half the work. Or first (singles_first), where the weights' bytes are what
+// takes time: the CTAs that have one task more then end with pairs, and ask for twice the bytes at a time while others
+// have ended.
+template <class T>
 struct Schedule {
+  static constexpr Gemm kGemm = T::kGemm;
+  static constexpr int kNoTile = -1;
   const GemmParams& p;
-  int tiles, whole, split;  // token tiles; tasks of pairs; pairs that are split
-  float scale;              // per tensor: of B
+  int tiles, whole, split, singles;  // token tiles; tasks of pairs; pairs that are split; tasks of single units
+  float scale;                       // per tensor: of B
 
-  __device__ __forceinline__ explicit Schedule(const GemmParams& params)
-      : p(params),
-        tiles(params.routing.tile_offsets[params.experts]),
-        scale(kTensorScale ? *(kGemm == Gemm::kUp ? params.b_scale : params.act_scale) : 1.0f) {
+  __device__ __forceinline__ Schedule(const GemmParams& params, int num_tiles, float b_scale)
+      : p(params), tiles(num_tiles), scale(b_scale) {
     const int pairs = tiles * (p.units / 2), rest = pairs % static_cast<int>(gridDim.x);
     split = !T::kPairsOnly && p.units % 2 == 0 && 2 * rest <= static_cast<int>(gridDim.x) ? rest : 0;
     whole = pairs - split;
+    singles = 2 * split + p.units % 2 * tiles;
   }
 
   // Tasks of this CTA.
   __device__ __forceinline__ int count() const {
-    const int rest = whole + 2 * split + p.units % 2 * tiles - static_cast<int>(blockIdx.x);
+    const int rest = whole + singles - static_cast<int>(blockIdx.x);
     return rest > 0 ? (rest - 1) / static_cast<int>(gridDim.x) + 1 : 0;
   }
 
-  // The CTA's task `turn`; past the last, the end.
-  __device__ __forceinline__ TurnTask at(int turn) const {
+  // The CTA's task `turn` if tile i were the only one of expert i: for what is likely before the index is known.
+  __device__ __forceinline__ TurnTask likely(int turn) const {
     if (turn >= count()) return {};
-    int pair = blockIdx.x + turn * gridDim.x, single = -1;
-    if (pair >= whole) {
-      single = pair - whole;
-      if (single >= 2 * split) return last_unit(single - 2 * split);
-      pair = whole + single / 2;
-    }
-    if constexpr (kGemm == Gemm::kDown) {
-      if (p.columns_first) {
-        const int unit = pair / tiles;
-        const grouped::TileTask tile = p.routing.tiles[pair - unit * tiles];
-        return single < 0 ? task(tile, 2 * unit, 2, 0) : task(tile, 2 * unit + single % 2, 1, 0);
-      }
-    }
-    grouped::TileTask tile = p.routing.tiles[pair / (p.units / 2)];  // one of the expert's
+    const Spot at = spot(turn);
+    const int tile = tile_index(at);
+    return task({tile, 0, 1, 8}, unit_if_alone(at, tile), at.single < 0 ? 2 : 1, 0);
+  }
+  __device__ __forceinline__ int likely_tile(int turn) const {
+    return turn < count() ? tile_index(spot(turn)) : kNoTile;
+  }
+
+  // The CTA's task `turn`; past the last, the end. `known`: tile `index`, so that it need not be loaded.
+  __device__ __forceinline__ TurnTask at(int turn, int index = kNoTile, const grouped::TileTask& known = {}) const {
+    if (turn >= count()) return {};
+    const Spot at = spot(turn);
+    const int mine = tile_index(at);
+    grouped::TileTask tile = mine == index ? known : p.routing.tiles[mine];
+    // An expert with several tiles has wide ones.
+    const bool alone = tile.width <= T::kWidth / 2;
+    const bool last = at.single >= 2 * split;
+    const int units = at.single < 0 ? 2 : 1;
+    if (alone || (kGemm == Gemm::kDown && p.columns_first)) return task(tile, unit_if_alone(at, mine), units, 0);
+    if (last && !T::kTwoTiles) return task(tile, p.units - 1, 1, 0);
     const int first = p.routing.tile_offsets[tile.expert], own = p.routing.tile_offsets[tile.expert + 1] - first;
-    const int local = pair - first * (p.units / 2), unit = local / own;
+    if (last) {
+      if ((mine - first) % 2) return task(tile, p.units - 1, 0, 0);  // with the tile before it
+      return task(tile, p.units - 1, 1, mine + 1 < first + own ? p.routing.tiles[mine + 1].rows : 0);
+    }
+    const int local = at.pair - first * (p.units / 2), unit = local / own;
     if (own > 1) tile = p.routing.tiles[first + local - unit * own];
-    return single < 0 ? task(tile, 2 * unit, 2, 0) : task(tile, 2 * unit + single % 2, 1, 0);
+    return task(tile, 2 * unit + (at.single < 0 ? 0 : at.single % 2), units, 0);
   }
 
  private:
+  struct Spot {
+    int pair, single;  // single < 0: the whole pair; at least 2 * split: the last unit of a tile
+  };
+
+  __device__ __forceinline__ Spot spot(int turn) const {
+    const int index = blockIdx.x + turn * gridDim.x;
+    const int single = p.singles_first ? index : index - whole;
+    if (single < 0 || single >= singles) return {p.singles_first ? index - singles : index, -1};
+    return {whole + single / 2, single};
+  }
+
   // Of the odd last unit: even tiles, then odd ones, so that CTAs in a row have work where an expert's tiles pair up.
-  __device__ __forceinline__ TurnTask last_unit(int index) const {
-    if constexpr (!T::kTwoTiles) return task(p.routing.tiles[index], p.units - 1, 1, 0);
-    const int half = (tiles + 1) / 2, at = index < half ? 2 * index : 2 * (index - half) + 1;
-    const grouped::TileTask tile = p.routing.tiles[at];
-    const int first = p.routing.tile_offsets[tile.expert], next = p.routing.tile_offsets[tile.expert + 1];
-    if ((at - first) % 2) return task(tile, p.units - 1, 0, 0);  // with the tile before it
-    return task(tile, p.units - 1, 1, at + 1 < next ? p.routing.tiles[at + 1].rows : 0);
+  __device__ __forceinline__ int tile_index(const Spot& at) const {
+    if (at.single >= 2 * split) {
+      const int index = at.single - 2 * split, half = (tiles + 1) / 2;
+      return !T::kTwoTiles ? index : index < half ? 2 * index : 2 * (index - half) + 1;
+    }
+    return kGemm == Gemm::kDown && p.columns_first ? at.pair % tiles : at.pair / (p.units / 2);
+  }
+
+  // First unit of the task, where its expert has but this tile (or units are outermost).
+  __device__ __forceinline__ int unit_if_alone(const Spot& at, int tile) const {
+    if (at.single >= 2 * split) return p.units - 1;
+    const int pair = kGemm == Gemm::kDown && p.columns_first ? at.pair / tiles : at.pair - tile * (p.units / 2);
+    return 2 * pair + (at.single < 0 ? 0 : at.single % 2);
   }
 
   __device__ __forceinline__ TurnTask task(const grouped::TileTask& tile, int unit, int units, int second) const {
     return {tile.row,
-            kTensorScale ? p.w_scale[tile.expert] * scale : 1.0f,
+            T::kTensor ? p.w_scale[tile.expert] * scale : 1.0f,
             static_cast<uint16_t>(tile.expert),
             static_cast<uint16_t>(unit),
             static_cast<uint8_t>(tile.rows),

@@ -10,8 +10,10 @@
 //   3. each warp walks its segment again and places every pair: its row is the warp's start plus the pairs of the same
 //      expert before it; among 32 lanes those are found by a mask of lanes per expert (match.any takes a turn for each
 //      different id: ten times as long). Rows of an expert are therefore in pair order whatever the timing;
-//   4. all threads write tiles: tile q finds its expert by binary search in the tile offsets.
-// PDL: waits first (ids, x and the workspace belong to predecessors), then lets the gate-up kernel start.
+//   4. one CTA: thread e writes the tiles of expert e; a cluster: all threads write tiles, tile q finds its expert by
+//   binary search in the tile offsets.
+// PDL: clears its counters and waits (ids, x and the workspace belong to predecessors), then lets the gate-up kernel
+// start.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -102,8 +104,6 @@ __device__ void build_index(const IndexParams& p, const grouped::TileRule rule, 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int experts = p.num_experts;
   const PairReader<Id> expert_of(p);
-  for (int i = threadIdx.x; i < 2 * kIndexWarps * experts; i += kIndexThreads) counts[i] = 0;
-  __syncthreads();
 
   // Segments are multiples of 32 pairs, so that only the last warp with work sees a partial step.
   const int steps = (p.num_pairs + 31) / 32, warps = ctas * kIndexWarps, share = (steps + warps - 1) / warps;
@@ -111,14 +111,17 @@ __device__ void build_index(const IndexParams& p, const grouped::TileRule rule, 
   int32_t* own = counts + warp * experts;
   auto* masks = reinterpret_cast<uint32_t*>(counts + kIndexWarps * experts) + warp * experts;
 
-  // Calls body(pair, expert) for each step of this warp's segment; expert is -1 for none.
-  const auto walk = [&](auto&& body) {
+  // Calls body(pair, expert) for each step of this warp's segment; expert is -1 for none. Ids are loaded once where
+  // they are few.
+  int32_t ids[kAhead];
+  const auto walk = [&](bool loaded, auto&& body) {
     for (int step = first; step < last; step += kAhead) {
-      int32_t ids[kAhead];
+      if (!loaded || share > kAhead) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int pair = (step + i) * 32 + lane;
-        ids[i] = step + i < last && pair < p.num_pairs ? expert_of(pair) : -1;
+        for (int i = 0; i < kAhead; ++i) {
+          const int pair = (step + i) * 32 + lane;
+          ids[i] = step + i < last && pair < p.num_pairs ? expert_of(pair) : -1;
+        }
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -127,15 +130,19 @@ __device__ void build_index(const IndexParams& p, const grouped::TileRule rule, 
     }
   };
 
-  walk([&](int, int32_t expert) {
+  walk(false, [&](int, int32_t expert) {
     if (expert >= 0) atomicAdd(&own[expert], 1);
   });
   __syncthreads();
 
   const int e = threadIdx.x;
   int rows = 0, before = 0;  // of all CTAs; of the CTAs before this one
+  int32_t of_warp[kIndexWarps];
   if (e < experts) {
-    for (int w = 0; w < kIndexWarps; ++w) rows += counts[w * experts + e];
+#pragma unroll
+    for (int w = 0; w < kIndexWarps; ++w) of_warp[w] = counts[w * experts + e];
+#pragma unroll
+    for (int w = 0; w < kIndexWarps; ++w) rows += of_warp[w];
   }
   if (ctas > 1) {
     if (e < experts) cta_rows[e] = rows;
@@ -156,10 +163,10 @@ __device__ void build_index(const IndexParams& p, const grouped::TileRule rule, 
   const int2 start = block_scan(make_int2(rows, grouped::num_tiles(rows, rule)), total);
   if (e < experts) {
     int run = start.x + before;
+#pragma unroll
     for (int w = 0; w < kIndexWarps; ++w) {
-      const int count = counts[w * experts + e];
       counts[w * experts + e] = run;
-      run += count;
+      run += of_warp[w];
     }
     row_start[e] = start.x;
     tile_start[e] = start.y;
@@ -173,8 +180,14 @@ __device__ void build_index(const IndexParams& p, const grouped::TileRule rule, 
     p.routing.offsets[e] = row_start[e];
     p.routing.tile_offsets[e] = tile_start[e];
   }
+  if (ctas == 1 && e < experts) {  // few rows, few tiles an expert
+    for (int tile = 0, width = grouped::tile_rows(rows, rule); tile < grouped::num_tiles(rows, rule); ++tile) {
+      const grouped::TileSpan span = grouped::tile_span(rows, tile, rule);
+      p.routing.tiles[start.y + tile] = {e, start.x + span.first, span.rows, width};
+    }
+  }
 
-  walk([&](int pair, int32_t expert) {
+  walk(true, [&](int pair, int32_t expert) {
     int32_t row = -1;
     uint32_t same = 0;
     if (expert >= 0) atomicOr(&masks[expert], 1u << lane);
@@ -193,6 +206,7 @@ __device__ void build_index(const IndexParams& p, const grouped::TileRule rule, 
     __syncwarp();
   });
 
+  if (ctas == 1) return;
   for (int tile = rank * kIndexThreads + threadIdx.x; tile < total.y; tile += ctas * kIndexThreads) {
     int low = 0, high = experts;  // the expert is the last whose first tile is at most `tile` and that has tiles
     while (high - low > 1) {
@@ -207,13 +221,17 @@ __device__ void build_index(const IndexParams& p, const grouped::TileRule rule, 
     const grouped::TileSpan span = grouped::tile_span(count, tile - tile_start[low], rule);
     p.routing.tiles[tile] = {low, row_start[low] + span.first, span.rows, grouped::tile_rows(count, rule)};
   }
-  if (ctas > 1) cluster_wait();
+  cluster_wait();
 }
 
 template <class Id, Quant kQuant>
 __global__ void __launch_bounds__(kIndexThreads, 1)
     index_kernel(const IndexParams p, const QuantiseParams q, const grouped::TileRule rule) {
   extern __shared__ int32_t counts[];
+  if (static_cast<int>(blockIdx.x) < p.ctas) {
+    for (int i = threadIdx.x; i < 2 * kIndexWarps * p.num_experts; i += kIndexThreads) counts[i] = 0;
+    __syncthreads();
+  }
   pdl_wait();
   pdl_trigger();
   if (static_cast<int>(blockIdx.x) < p.ctas) {

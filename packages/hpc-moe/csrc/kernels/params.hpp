@@ -60,7 +60,9 @@ struct GemmParams {
   int32_t weight_rows;     // weight rows of an expert: 2 I or H
   int32_t experts;         // E, local
   bool evict_first;        // weights leave L2 first
-  int32_t guess_stages;    // gate-up: stages of the likely first task that are asked for before the index is there
+  bool guess;              // gate-up: weights of the likely first task are asked for before the index is there
+  int32_t b_lines;         // gate-up: lines of 128 bytes of B asked for with them
+  bool singles_first;      // tasks of single units before those of pairs
   bool columns_first;      // down: the same columns of all rows before the next ones
   int32_t top_k;
   float swiglu_limit;  // negative: none

@@ -159,7 +159,11 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   }
   up.experts = c.num_local;
   up.evict_first = config.regime == Regime::kMid;
-  up.guess_stages = config.guess_stages;
+  up.guess = config.guess;
+  up.b_lines = quantise || up.b_stride * 16 != static_cast<uint32_t>(c.hidden)
+                   ? 0
+                   : static_cast<int32_t>(tokens * c.hidden * x_element / 128);
+  up.singles_first = config.regime == Regime::kMid;
   up.w_scale = c.w13_scale;
   up.w_scale_rows = 2 * c.intermediate / scale_block;
   up.w_scale_cols = c.hidden / 128;
@@ -172,7 +176,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   up.weight_rows = 2 * c.intermediate;
   up.top_k = c.top_k;
   up.swiglu_limit = c.swiglu_limit;
-  if (c.kernels & 2u) launch_gate_up(c.quant, half, up_map, up, config.up_grid, stream);
+  if (c.kernels & 2u) launch_gate_up(c.quant, half, up_map, up, config.rule.max_rows, config.up_grid, stream);
 
   GemmParams down{};
   down.routing = routing;
@@ -197,7 +201,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   down.out_columns = c.hidden;
   down.weight_rows = c.hidden;
   down.top_k = c.top_k;
-  if (c.kernels & 4u) launch_down(c.quant, half, down_map, down, config.down_grid, stream);
+  if (c.kernels & 4u) launch_down(c.quant, half, down_map, down, config.rule.max_rows, config.down_grid, stream);
 
   if (c.kernels & 8u) launch_reduce(reduce_params(c, begin, tokens, down.out, routing.slot_to_row), stream);
 }

@@ -5,23 +5,26 @@
 #include "launch/moe.hpp"
 
 #include "kernels/down.cuh"
+#include "launch/widest.cuh"
 
 namespace hpc::moe {
 
 template <Quant kQuant, bool kHalf>
-void launch_down_as(const CUtensorMap& map, const GemmParams& p, int grid, cudaStream_t stream) {
+void launch_down_as(const CUtensorMap& map, const GemmParams& p, int widest, int grid, cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(grid));
   config.block = dim3(kGemmThreads);
-  config.smem_bytes = kGemmSmemBytes;
   config.stream = stream;
-  if constexpr (kQuant == Quant::kTensor) {
-    if (p.k_bytes <= kDirectK) {
-      launch(&down_kernel<kQuant, kHalf, true>, config, map, p);
-      return;
+  with_widest<kQuant>(widest, [&]<int kWidth>() {
+    config.smem_bytes = kGemmSmemBytes<kWidth>;
+    if constexpr (kQuant == Quant::kTensor) {
+      if (p.k_bytes <= kDirectK) {
+        launch(&down_kernel<kQuant, kHalf, kWidth, true>, config, map, p);
+        return;
+      }
     }
-  }
-  launch(&down_kernel<kQuant, kHalf, false>, config, map, p);
+    launch(&down_kernel<kQuant, kHalf, kWidth, false>, config, map, p);
+  });
 }
 
 }  // namespace hpc::moe

@@ -5,17 +5,20 @@
 #include "launch/moe.hpp"
 
 #include "kernels/gate_up.cuh"
+#include "launch/widest.cuh"
 
 namespace hpc::moe {
 
 template <Quant kQuant, bool kHalf>
-void launch_gate_up_as(const CUtensorMap& map, const GemmParams& p, int grid, cudaStream_t stream) {
+void launch_gate_up_as(const CUtensorMap& map, const GemmParams& p, int widest, int grid, cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(grid));
   config.block = dim3(kGemmThreads);
-  config.smem_bytes = kGemmSmemBytes;
   config.stream = stream;
-  launch(&gate_up_kernel<kQuant, kHalf>, config, map, p);
+  with_widest<kQuant>(widest, [&]<int kWidth>() {
+    config.smem_bytes = kGemmSmemBytes<kWidth>;
+    launch(&gate_up_kernel<kQuant, kHalf, kWidth>, config, map, p);
+  });
 }
 
 }  // namespace hpc::moe

@@ -2,6 +2,6 @@
 
 namespace hpc::moe {
 
-template void launch_gate_up_as<Quant::kBlock, true>(const CUtensorMap&, const GemmParams&, int, cudaStream_t);
+template void launch_gate_up_as<Quant::kBlock, true>(const CUtensorMap&, const GemmParams&, int, int, cudaStream_t);
 
 }  // namespace hpc::moe

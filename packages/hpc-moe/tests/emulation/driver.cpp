@@ -1,6 +1,7 @@
 // Runs gate-up, down and reduction of one small layer in emulation and compares each with double precision, made from
-// what the kernel before it left. Arguments: [fault] then cases "quant,T,k,E,H,I,grid,pick,promoted" (quant: none,
-// block, tensor; pick: random, one (all on the last expert), none; promoted: 1 for the down kernel that promotes).
+// what the kernel before it left. Arguments: [fault] then cases "quant,T,k,E,H,I,grid,pick,promoted,widest" (quant:
+// none, block, tensor; pick: random, one (all on the last expert), none; promoted: 1 for the down kernel that promotes;
+// widest: of the token tiles, 32, 64 or 128).
 // Prints "bad N" a case; exit status 1 where any is not 0, 3 where the emulation found a fault.
 #include <cstdio>
 #include <cstdlib>
@@ -27,7 +28,7 @@ struct Case {
   std::string quant;
   int tokens, top_k, experts, hidden, inter, grid;
   std::string pick;
-  int promoted;
+  int promoted, widest;
 };
 
 struct Layer {
@@ -88,7 +89,7 @@ struct Layer {
       if (id == c.experts || c.pick == "none") id = -1;
       if (c.pick == "one") id = c.experts - 1;
     }
-    const hpc::grouped::TileRule rule = kTileRule;
+    const hpc::grouped::TileRule rule = {c.widest, kTileRule.granule, kTileRule.even};
     offsets.resize(size(c.experts + 1));
     row_to_slot.resize(size(rows));
     slot_to_row.resize(size(rows));
@@ -281,31 +282,45 @@ struct Layer {
     return bad;
   }
 
-  template <Quant kQuant, bool kHalf>
+  template <Quant kQuant, bool kHalf, int kWidth>
   int run() {
     const CUtensorMap up_map = map(true), down_map = map(false);
-    const GemmParams up = params(true);
+    GemmParams up = params(true);
     GemmParams down = params(false);
-    emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] { gate_up_kernel<kQuant, kHalf>(up_map, up); });
-    int bad = check_h();
+    int bad = 0;
+    for (const int way : {0, 1}) {
+      up.guess = way == 0 && static_cast<int>(tiles.size()) >= c.experts;
+      up.singles_first = way == 0;
+      h.assign(h.size(), 0xEE);
+      emulation::run(static_cast<unsigned>(c.grid), kGemmThreads,
+                     [&] { gate_up_kernel<kQuant, kHalf, kWidth>(up_map, up); });
+      bad += check_h();
+    }
     for (const bool columns_first : {false, true}) {
       down.columns_first = columns_first;
       y.assign(y.size(), 0xFF);
       emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] {
         if constexpr (kQuant == Quant::kTensor) {
-          if (!c.promoted) return down_kernel<kQuant, kHalf, true>(down_map, down);
+          if (!c.promoted) return down_kernel<kQuant, kHalf, kWidth, true>(down_map, down);
         }
-        down_kernel<kQuant, kHalf, false>(down_map, down);
+        down_kernel<kQuant, kHalf, kWidth, false>(down_map, down);
       });
       bad += check_y();
     }
     return bad + check_out();
   }
 
+  template <Quant kQuant, bool kHalf>
+  int run_width() {
+    return c.widest == 32   ? run<kQuant, kHalf, 32>()
+           : c.widest == 64 ? run<kQuant, kHalf, 64>()
+                            : run<kQuant, kHalf, 128>();
+  }
+
   int run_any() {
-    if (tensor) return run<Quant::kTensor, false>();
-    if (!block) return run<Quant::kNone, false>();
-    return scale_block == 64 ? run<Quant::kBlock, true>() : run<Quant::kBlock, false>();
+    if (tensor) return run_width<Quant::kTensor, false>();
+    if (!block) return run<Quant::kNone, false, 128>();
+    return scale_block == 64 ? run_width<Quant::kBlock, true>() : run_width<Quant::kBlock, false>();
   }
 };
 
@@ -319,7 +334,8 @@ int main(int argc, char** argv) {
     std::replace(text.begin(), text.end(), ',', ' ');
     std::istringstream in(text);
     Case c;
-    in >> c.quant >> c.tokens >> c.top_k >> c.experts >> c.hidden >> c.inter >> c.grid >> c.pick >> c.promoted;
+    in >> c.quant >> c.tokens >> c.top_k >> c.experts >> c.hidden >> c.inter >> c.grid >> c.pick >> c.promoted >>
+        c.widest;
     const int bad = Layer(c).run_any();
     std::printf("%s: bad %d\n", argv[i], bad);
     std::fflush(stdout);

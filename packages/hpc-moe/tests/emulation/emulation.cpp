@@ -236,6 +236,10 @@ void mbarrier_arrive(uint32_t address, int bytes) {
   complete(barrier);
 }
 
+void mbarrier_expect(uint32_t address, int bytes) {
+  barriers.at(address).bytes += bytes;
+}
+
 bool mbarrier_done(uint32_t address, uint32_t parity) {
   return barriers.at(address).phase != parity;
 }

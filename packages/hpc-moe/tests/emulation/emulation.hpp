@@ -56,6 +56,7 @@ void barrier_sync(int id, int threads);
 void barrier_arrive(int id, int threads);
 void mbarrier_init(uint32_t address, int count);
 void mbarrier_arrive(uint32_t address, int bytes);
+void mbarrier_expect(uint32_t address, int bytes);
 bool mbarrier_done(uint32_t address, uint32_t parity);
 void copy(uint32_t to, const void* from, int size, int bytes);  // cp.async
 void arrive_after_copies(uint32_t barrier);

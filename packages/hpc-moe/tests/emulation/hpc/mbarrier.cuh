@@ -18,6 +18,9 @@ inline void mbarrier_arrive(uint32_t barrier) {
 inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   emulation::mbarrier_arrive(barrier, static_cast<int>(bytes));
 }
+inline void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
+  emulation::mbarrier_expect(barrier, static_cast<int>(bytes));
+}
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   while (!emulation::mbarrier_done(barrier, parity)) emulation::yield();
 }
