@@ -7,8 +7,10 @@ namespace hpc::moe {
 
 namespace {
 
-// Warps that share a tile's `groups` scale groups: each has at least three of them where that leaves any to share.
+// Warps that share a tile's `groups` scale groups. Sharing costs a barrier for every few tiles, so a tile of fewer than
+// 12 groups is one warp's (measured with 6); of a longer one a warp has at least three.
 int splits_of(int groups) {
+  if (groups < 12) return 1;
   int splits = 1;
   while (splits < kLowWarps && groups / (2 * splits) >= 3) splits *= 2;
   return splits;
