@@ -68,17 +68,13 @@ struct Stages {
 template <int kWidth>
 struct GemmSmem {
   using Stage = Stages<kWidth>;
-  // What down stages at a time: so many tokens of 128 columns, padded.
-  static constexpr int kDownTokens = kWidth == 32 ? 8 : 32, kDownPitch = 256 + 16;
-  static constexpr int kOutBytes =
-      kWidth * kOutRow < kDownTokens * kDownPitch ? kDownTokens * kDownPitch : kWidth * kOutRow;
 
   alignas(1024) uint8_t stage[Stage::kCount][Stage::kBytes];
   alignas(16) float scale[Stage::kCount][Stage::kScales];
-  alignas(16) uint8_t out[2][kOutBytes];  // one a warpgroup
-  float amax[2][8][kWidth];               // gate-up: by parity of the task, a row a warp
-  float inverse[2][kWidth];               // gate-up: one a warpgroup
-  float fixed_inverse;                    // gate-up, per tensor: factor that quantises
+  alignas(16) uint8_t out[2][kWidth * kOutRow];  // gate-up: one a warpgroup
+  float amax[2][8][kWidth];                      // gate-up: by parity of the task, a row a warp
+  float inverse[2][kWidth];                      // gate-up: one a warpgroup
+  float fixed_inverse;                           // gate-up, per tensor: factor that quantises
   alignas(16) TurnTask turns[kTurns];
   alignas(8) uint64_t full[Stage::kCount];
   uint64_t empty[Stage::kCount];

@@ -6,13 +6,12 @@
 
 namespace hpc::moe {
 
-// Pairs of units: all of an expert are neighbours, pair outermost, then token tile; or (down, columns_first) pair
-// outermost over all experts, so that y is written column by column. And single units: of the pairs that would start a
-// round of which less than half the CTAs have a task (not where pairs must stay together), and, where the number of
-// units is odd, of the last unit, two token tiles of an expert at once where it has them. Singles come last: among the
-// pairs they would give every other CTA half the work. Or first (singles_first), where the weights' bytes are what
-// takes time: the CTAs that have one task more then end with pairs, and ask for twice the bytes at a time while others
-// have ended.
+// Pairs of units: all of an expert are neighbours, pair outermost, then token tile. And single units: of the pairs that
+// would start a round of which less than half the CTAs have a task (not where pairs must stay together), and, where the
+// number of units is odd, of the last unit, two token tiles of an expert at once where it has them. Singles come last:
+// among the pairs they would give every other CTA half the work. Or first (singles_first), where the weights' bytes are
+// what takes time: the CTAs that have one task more then end with pairs, and ask for twice the bytes at a time while
+// others have ended.
 template <class T>
 struct Schedule {
   static constexpr Gemm kGemm = T::kGemm;
@@ -56,7 +55,7 @@ struct Schedule {
     const bool alone = tile.width <= T::kWidth / 2;
     const bool last = at.single >= 2 * split;
     const int units = at.single < 0 ? 2 : 1;
-    if (alone || (kGemm == Gemm::kDown && p.columns_first)) return task(tile, unit_if_alone(at, mine), units, 0);
+    if (alone) return task(tile, unit_if_alone(at, mine), units, 0);
     if (last && !T::kTwoTiles) return task(tile, p.units - 1, 1, 0);
     const int first = p.routing.tile_offsets[tile.expert], own = p.routing.tile_offsets[tile.expert + 1] - first;
     if (last) {
@@ -86,14 +85,13 @@ struct Schedule {
       const int index = at.single - 2 * split, half = (tiles + 1) / 2;
       return !T::kTwoTiles ? index : index < half ? 2 * index : 2 * (index - half) + 1;
     }
-    return kGemm == Gemm::kDown && p.columns_first ? at.pair % tiles : at.pair / (p.units / 2);
+    return at.pair / (p.units / 2);
   }
 
-  // First unit of the task, where its expert has but this tile (or units are outermost).
+  // First unit of the task, where its expert has but this tile.
   __device__ __forceinline__ int unit_if_alone(const Spot& at, int tile) const {
     if (at.single >= 2 * split) return p.units - 1;
-    const int pair = kGemm == Gemm::kDown && p.columns_first ? at.pair / tiles : at.pair - tile * (p.units / 2);
-    return 2 * pair + (at.single < 0 ? 0 : at.single % 2);
+    return 2 * (at.pair - tile * (p.units / 2)) + (at.single < 0 ? 0 : at.single % 2);
   }
 
   __device__ __forceinline__ TurnTask task(const grouped::TileTask& tile, int unit, int units, int second) const {

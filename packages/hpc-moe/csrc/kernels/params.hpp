@@ -63,7 +63,6 @@ struct GemmParams {
   bool guess;              // gate-up: weights of the likely first task are asked for before the index is there
   int32_t b_lines;         // gate-up: lines of 128 bytes of B asked for with them
   bool singles_first;      // tasks of single units before those of pairs
-  bool columns_first;      // down: the same columns of all rows before the next ones
   int32_t top_k;
   float swiglu_limit;  // negative: none
 };

@@ -1,10 +1,9 @@
 // Reduction kernel, last of the four: out[t] = factor * sum over slots of weight * y[row of slot] + shared_output[t].
 //
-// Grid: one CTA for kReduceTokens tokens and kReduceColumns columns, the last columns first (down wrote them last, and
-// they are still in L2). 64 threads to a token, 8 columns to a thread. The sum runs in slot order in fp32: no atomics,
-// the same bits every run. A slot whose expert is another rank's has row -1 and is skipped whatever its weight holds
-// (NaN too); a token with no live slot is zeros (plus shared_output). PDL: rows and weights are read before the wait
-// (written by older kernels); y after it.
+// Grid: one CTA a token (grid-stride), kReduceThreads threads, 8 columns to a thread and step. The sum runs in slot
+// order in fp32: no atomics, the same bits every run. A slot whose expert is another rank's has row -1 and is skipped
+// whatever its weight holds (NaN too); a token with no live slot is zeros (plus shared_output). PDL: rows and weights
+// are read before the wait (written by older kernels); y after it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,7 +14,6 @@
 namespace hpc::moe {
 
 constexpr int kReduceThreads = 256;
-constexpr int kReduceColumns = 512, kReduceTokens = kReduceThreads / (kReduceColumns / 8);
 
 __device__ __forceinline__ void unpack8(const uint4& raw, float (&v)[8]) {
   const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&raw);
@@ -29,60 +27,59 @@ __device__ __forceinline__ void unpack8(const uint4& raw, float (&v)[8]) {
 
 __global__ void __launch_bounds__(kReduceThreads, 4) reduce_kernel(const ReduceParams p) {
   constexpr int kAhead = 8;  // rows loaded before the first is added
-  __shared__ int32_t rows[kReduceTokens][kMaxTopK];
-  __shared__ float weights[kReduceTokens][kMaxTopK];
-  const int blocks = (p.num_tokens + kReduceTokens - 1) / kReduceTokens;
-  const int slice = (p.hidden + kReduceColumns - 1) / kReduceColumns - 1 - static_cast<int>(blockIdx.x) / blocks;
-  const int first = static_cast<int>(blockIdx.x) % blocks * kReduceTokens;
-  for (int i = threadIdx.x; i < kReduceTokens * p.top_k; i += kReduceThreads) {
-    const int mine = i / p.top_k, slot = i - mine * p.top_k;
-    const int64_t of = first + mine;
-    if (of < p.num_tokens) {
-      rows[mine][slot] = p.slot_to_row[of * p.top_k + slot];
-      weights[mine][slot] = p.topk_weights[of * p.weight_token_stride + slot * p.weight_slot_stride];
+  __shared__ int32_t rows[kMaxTopK];
+  __shared__ float weights[kMaxTopK];
+  bool waited = false;
+  for (int64_t token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
+    __syncthreads();
+    if (threadIdx.x < p.top_k) {
+      rows[threadIdx.x] = p.slot_to_row[token * p.top_k + threadIdx.x];
+      weights[threadIdx.x] = p.topk_weights[token * p.weight_token_stride + threadIdx.x * p.weight_slot_stride];
     }
-  }
-  __syncthreads();
-  pdl_wait();
-  pdl_trigger();
-  const int mine = threadIdx.x / (kReduceColumns / 8);
-  const int64_t token = first + mine;
-  const int column = slice * kReduceColumns + threadIdx.x % (kReduceColumns / 8) * 8;
-  if (token >= p.num_tokens || column >= p.hidden) return;
-  const auto* y = static_cast<const __nv_bfloat16*>(p.y) + column;
-  float sum[8] = {};
-  for (int slot = 0; slot < p.top_k; slot += kAhead) {
-    uint4 raw[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int row = slot + i < p.top_k ? rows[mine][slot + i] : -1;
-      if (row >= 0) raw[i] = *reinterpret_cast<const uint4*>(y + static_cast<int64_t>(row) * p.hidden);
+    __syncthreads();
+    if (!waited) {
+      pdl_wait();
+      pdl_trigger();
+      waited = true;
     }
+    for (int column = threadIdx.x * 8; column < p.hidden; column += kReduceThreads * 8) {
+      const auto* y = static_cast<const __nv_bfloat16*>(p.y) + column;
+      float sum[8] = {};
+      for (int slot = 0; slot < p.top_k; slot += kAhead) {
+        uint4 raw[kAhead];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (slot + i < p.top_k && rows[mine][slot + i] >= 0) {
-        const float weight = weights[mine][slot + i];
-        float v[8];
-        unpack8(raw[i], v);
+        for (int i = 0; i < kAhead; ++i) {
+          const int row = slot + i < p.top_k ? rows[slot + i] : -1;
+          if (row >= 0) raw[i] = *reinterpret_cast<const uint4*>(y + static_cast<int64_t>(row) * p.hidden);
+        }
 #pragma unroll
-        for (int c = 0; c < 8; ++c) sum[c] = fmaf(weight, v[c], sum[c]);
+        for (int i = 0; i < kAhead; ++i) {
+          if (slot + i < p.top_k && rows[slot + i] >= 0) {
+            const float weight = weights[slot + i];
+            float v[8];
+            unpack8(raw[i], v);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) sum[c] = fmaf(weight, v[c], sum[c]);
+          }
+        }
       }
+      float base[8] = {};
+      if (p.shared_output) {
+        unpack8(*reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.shared_output) +
+                                                token * p.shared_stride + column),
+                base);
+      }
+      __nv_bfloat162 packed[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        packed[c] = __floats2bfloat162_rn(fmaf(p.routed_scaling_factor, sum[2 * c], base[2 * c]),
+                                          fmaf(p.routed_scaling_factor, sum[2 * c + 1], base[2 * c + 1]));
+      }
+      *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + token * p.out_stride + column) =
+          *reinterpret_cast<const uint4*>(packed);
     }
   }
-  float base[8] = {};
-  if (p.shared_output) {
-    unpack8(*reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.shared_output) +
-                                            token * p.shared_stride + column),
-            base);
-  }
-  __nv_bfloat162 packed[4];
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    packed[c] = __floats2bfloat162_rn(fmaf(p.routed_scaling_factor, sum[2 * c], base[2 * c]),
-                                      fmaf(p.routed_scaling_factor, sum[2 * c + 1], base[2 * c + 1]));
-  }
-  *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + token * p.out_stride + column) =
-      *reinterpret_cast<const uint4*>(packed);
+  if (!waited) pdl_wait();
 }
 
 }  // namespace hpc::moe

@@ -9,8 +9,6 @@ namespace hpc::moe {
 
 namespace {
 
-constexpr int64_t kColumnsFirstBytes = 32 << 20;  // of h: half of L2
-
 template <typename T>
 T* at(void* workspace, int64_t offset) {
   return reinterpret_cast<T*>(static_cast<uint8_t*>(workspace) + offset);
@@ -189,8 +187,6 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   }
   down.experts = c.num_local;
   down.evict_first = up.evict_first;
-  // h is read again for every pair of units: that order only where it stays in L2.
-  down.columns_first = config.chunk_rows * c.intermediate * element <= kColumnsFirstBytes;
   down.w_scale = c.w2_scale;
   down.w_scale_rows = c.hidden / 128;
   down.w_scale_cols = c.intermediate / scale_block;
@@ -203,7 +199,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   down.top_k = c.top_k;
   if (c.kernels & 4u) launch_down(c.quant, half, down_map, down, config.rule.max_rows, config.down_grid, stream);
 
-  if (c.kernels & 8u) launch_reduce(reduce_params(c, begin, tokens, down.out, routing.slot_to_row), stream);
+  if (c.kernels & 8u) launch_reduce(reduce_params(c, begin, tokens, down.out, routing.slot_to_row), num_sms, stream);
 }
 
 }  // namespace

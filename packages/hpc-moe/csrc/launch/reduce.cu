@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "hpc/launch.hpp"
 #include "launch/moe.hpp"
 
@@ -5,10 +7,10 @@
 
 namespace hpc::moe {
 
-void launch_reduce(const ReduceParams& p, cudaStream_t stream) {
+void launch_reduce(const ReduceParams& p, int num_sms, cudaStream_t stream) {
+  constexpr int kCtasPerSm = 4;  // 64 registers a thread
   LaunchConfig config;
-  const auto ceil_div = [](int a, int b) { return static_cast<unsigned>((a + b - 1) / b); };
-  config.grid.x = ceil_div(p.num_tokens, kReduceTokens) * ceil_div(p.hidden, kReduceColumns);
+  config.grid.x = static_cast<unsigned>(std::min<int64_t>(p.num_tokens, static_cast<int64_t>(num_sms) * kCtasPerSm));
   config.block = dim3(kReduceThreads);
   config.stream = stream;
   launch(&reduce_kernel, config, p);
