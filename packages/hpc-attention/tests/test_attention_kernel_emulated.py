@@ -88,7 +88,7 @@ FAULTS = {
         "combine.cuh", "unit -= __shfl_sync(kAllLanes, end, 31)", None, PAIRS
     ),
     "partial results are read before pdl_wait": Fault(
-        "combine.cuh", "pdl_wait();\n        waited = true;", None, LONG
+        "combine.cuh", "pdl_wait();\n    waited = true;", None, LONG
     ),
     "the causal mask is off by one": Fault(
         "decode_attend.cuh", "position < end", "position <= end", replace(SMALL, q_len=3)

@@ -64,7 +64,7 @@ constexpr int decode_early_slices(int stages) {
   return (stages + 1) / 2;
 }
 
-// Registers of a thread, and CTAs of the combine kernel (128 threads of 72 registers) that find room beside a CTA of
+// Registers of a thread, and CTAs of the combine kernel (128 threads of 80 registers) that find room beside a CTA of
 // the attention kernel then, so that the next call can start as this one's CTAs end. (With four row tiles there is
 // none.)
 constexpr int decode_registers(int row_tiles) {

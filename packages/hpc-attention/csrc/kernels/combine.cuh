@@ -156,44 +156,66 @@ struct CombineBuffer {
   float4 ml[kCombineThreads];
 };
 
-// Adds one part of a row tile of a pair; as a rehearsal it loads and stores nothing.
-template <int kDim>
+// The sum of what a thread loads at once: pieces `piece`, piece + shares, ...; `rows`: how far each lies from piece 0,
+// negative where there is none.
+template <int kDim, int kLoads>
+__device__ __forceinline__ void load_pieces(const float4* outputs, const float4* pairs, const int32_t (&rows)[kLoads],
+                                            float4& o, float4& ml) {
+  float4 v[kLoads], w[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    w[i] = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
+    v[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (rows[i] >= 0) w[i] = pairs[rows[i] * 4];
+    if (rows[i] >= 0) v[i] = outputs[static_cast<int64_t>(rows[i]) * (2 * kDim)];
+  }
+  float m0 = w[0].x, m1 = w[0].z;
+#pragma unroll
+  for (int i = 1; i < kLoads; ++i) m0 = fmaxf(m0, w[i].x), m1 = fmaxf(m1, w[i].z);
+  o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  ml = make_float4(m0, 0.0f, m1, 0.0f);
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const float f0 = exp2_approx(w[i].x - m0), f1 = exp2_approx(w[i].z - m1);
+    ml.y = __fmaf_rn(w[i].y, f0, ml.y), ml.w = __fmaf_rn(w[i].w, f1, ml.w);
+    o.x = __fmaf_rn(v[i].x, f0, o.x), o.y = __fmaf_rn(v[i].y, f1, o.y);
+    o.z = __fmaf_rn(v[i].z, f0, o.z), o.w = __fmaf_rn(v[i].w, f1, o.w);
+  }
+}
+
+// Adds one part of a row tile of a pair, kLoads pieces a thread at once. Everything that does not depend on partial
+// results comes before the wait. As a rehearsal it loads and stores nothing, and doesn't wait.
+template <int kDim, int kLoads>
 __device__ __forceinline__ void combine_part(const DecodeParams& p, const CombineJob& job, const CombineUnit& unit,
-                                             CombineBuffer& buffer, bool rehearsal) {
+                                             CombineBuffer& buffer, bool rehearsal, bool& waited) {
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const int32_t shares = 1 << unit.form.log_shares, vectors = kCombineThreads >> unit.form.log_shares;
   const int32_t share = thread / vectors, position = unit.part * vectors + thread % vectors, t = position & 3;
   const int64_t first = job.first_slot * p.row_tiles + unit.row_tile;
   const float4* outputs = p.partial + first * (2 * kDim) + position;
   const float4* pairs = p.partial_ml + first * 4 + t;
-  const bool live = !rehearsal && unit.row_tile * kRowTile + 2 * t < p.rows;
-  float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f), ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
-#pragma unroll 1
-  for (int32_t base = share; base < job.pieces; base += shares * kCombineLoads) {
-    float4 v[kCombineLoads], w[kCombineLoads];
+  const ResultPlace to = result_place(p, job.request, job.kv_head, unit.row_tile, position);
+  int32_t rows[kLoads];
+  const auto find = [&](int32_t base) {
 #pragma unroll
-    for (int i = 0; i < kCombineLoads; ++i) {
+    for (int i = 0; i < kLoads; ++i) {
       const int32_t piece = base + shares * i;
-      const bool any = live && piece < job.pieces;
-      const int32_t rows = job.distance(piece) * p.row_tiles;
-      w[i] = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
-      v[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (any) w[i] = pairs[rows * 4];
-      if (any) v[i] = outputs[static_cast<int64_t>(rows) * (2 * kDim)];
+      rows[i] = !rehearsal && to.any[0] && piece < job.pieces ? job.distance(piece) * p.row_tiles : -1;
     }
-    float m0 = ml.x, m1 = ml.z;
-#pragma unroll
-    for (int i = 0; i < kCombineLoads; ++i) m0 = fmaxf(m0, w[i].x), m1 = fmaxf(m1, w[i].z);
-    const float old0 = exp2_approx(ml.x - m0), old1 = exp2_approx(ml.z - m1);
-    o = make_float4(__fmul_rn(o.x, old0), __fmul_rn(o.y, old1), __fmul_rn(o.z, old0), __fmul_rn(o.w, old1));
-    ml = make_float4(m0, __fmul_rn(ml.y, old0), m1, __fmul_rn(ml.w, old1));
-#pragma unroll
-    for (int i = 0; i < kCombineLoads; ++i) {
-      const float f0 = exp2_approx(w[i].x - m0), f1 = exp2_approx(w[i].z - m1);
-      ml.y = __fmaf_rn(w[i].y, f0, ml.y), ml.w = __fmaf_rn(w[i].w, f1, ml.w);
-      o.x = __fmaf_rn(v[i].x, f0, o.x), o.y = __fmaf_rn(v[i].y, f1, o.y);
-      o.z = __fmaf_rn(v[i].z, f0, o.z), o.w = __fmaf_rn(v[i].w, f1, o.w);
-    }
+  };
+  find(share);
+  if (!rehearsal && !waited) {
+    pdl_wait();
+    waited = true;
+  }
+  float4 o, ml;
+  load_pieces<kDim, kLoads>(outputs, pairs, rows, o, ml);
+#pragma unroll 1
+  for (int32_t base = share + shares * kLoads; base < job.pieces; base += shares * kLoads) {
+    find(base);
+    float4 more, more_ml;
+    load_pieces<kDim, kLoads>(outputs, pairs, rows, more, more_ml);
+    add_result(o, ml, more, more_ml);
   }
   constexpr unsigned kAllLanes = 0xffffffffu;
 #pragma unroll 1
@@ -217,7 +239,7 @@ __device__ __forceinline__ void combine_part(const DecodeParams& p, const Combin
       add_result(o, ml, buffer.o[i + thread], buffer.ml[i + thread]);
     }
   }
-  store_result(p, job.request, job.kv_head, unit.row_tile, position, o, ml, !rehearsal);
+  store_result(p, to, job.kv_head, o, ml, !rehearsal);
 }
 
 // Zeros and lse -inf for requests without tokens; a CTA a request, all heads.
@@ -255,11 +277,11 @@ __global__ void __launch_bounds__(kCombineThreads, 6) combine_kernel(const __gri
     if (job.pieces == 0) continue;
 #pragma unroll 1
     for (;;) {  // the first time twice
-      if (!rehearsal && !waited) {
-        pdl_wait();
-        waited = true;
+      if (units.log_most == 1) {
+        combine_part<kDim, 2>(p, job, place, buffer, rehearsal, waited);
+      } else {
+        combine_part<kDim, kCombineLoads>(p, job, place, buffer, rehearsal, waited);
       }
-      combine_part<kDim>(p, job, place, buffer, rehearsal);
       if (!rehearsal) break;
       rehearsal = false;
     }

@@ -75,6 +75,7 @@ class DecodeWorker {
     Ring ring(base_ + kSmem.rings + warp_ * Ring::kBytes);
     Feed feed(p_, pieces_, warp_, lane_, own_.scales_);
     if (kQuickStart) feed.lead(p_.ctas[cta]);
+    if (warp_ == 0) pieces_.begin(cta);
 
     // One loop for everything, so that each part's instructions are there once. A step asks for a slice; from step
     // kStages on it attends over the slice whose place that one takes.
@@ -313,12 +314,12 @@ class DecodeWorker {
     for (int i = 0; i < 2; ++i) {
       const int32_t row = 2 * t_ + i;
       if (row >= p_.rows) continue;
-      const OutputRow to =
-          output_row(p_, piece_.request, piece_.kv_head, row, own_.reference_[i], l[i], v_scale, p_.sinks != nullptr);
+      const OutputPlace to = output_place(p_, piece_.request, piece_.kv_head, row);
+      const float factor = output_factor(p_, to, own_.reference_[i], l[i], v_scale, p_.sinks != nullptr);
 #pragma unroll
       for (int m = 0; m < kOutTiles; ++m) {
         const int32_t d = m / (kElements / 2) * 8 * kElements + kElements * g_ + 2 * (m % (kElements / 2));
-        store_pair(p_, to.element + d, own_.out_[m][0][i] * to.factor, own_.out_[m][0][i + 2] * to.factor);
+        store_pair(p_, to.element + d, own_.out_[m][0][i] * factor, own_.out_[m][0][i + 2] * factor);
       }
       if (p_.lse != nullptr && g_ == 0) store_lse(p_, to, own_.reference_[i], l[i]);
     }
@@ -345,7 +346,7 @@ class DecodeWorker {
         float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f), ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
         sum_of_warps(position, lead, warps, o, ml);
         if (piece_.slot < 0) {
-          store_result(p_, piece_.request, piece_.kv_head, row_tile, position, o, ml);
+          store_result(p_, result_place(p_, piece_.request, piece_.kv_head, row_tile, position), piece_.kv_head, o, ml);
         } else if (row_tile * kRowTile + 2 * (position & 3) < p_.rows) {
           const int64_t at = static_cast<int64_t>(piece_.slot) * p_.row_tiles + row_tile;
           p_.partial[at * (2 * kDim) + position] = o;

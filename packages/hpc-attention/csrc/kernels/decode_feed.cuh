@@ -113,17 +113,24 @@ class PieceList {
   __device__ __forceinline__ PieceList(const DecodeParams& p, State& state, DecodeRequest* requests, Row* pieces)
       : p_(p), state_(state), requests_(requests), pieces_(pieces) {}
 
-  // Warp 0: copies request rows, which it alone reads, and goes to the CTA's first piece.
+  // Warp 0: asks for request rows, which it alone reads, in one trip to memory.
   __device__ __forceinline__ void start(int32_t cta) {
     const auto lane = static_cast<int32_t>(threadIdx.x);
-    const DecodeCta run = p_.ctas[cta];
-    // A small batch's rows are read beside the CTA's row, a large one's from the CTA's first request on.
-    first_ = p_.batch <= kCached ? 0 : run.request;
+    // A small batch's rows are read beside the CTA's row, a large one's from the CTA's first request on. (Volatile, so
+    // that no select makes the small batch wait for the row.)
+    if (p_.batch > kCached) first_ = static_cast<const volatile DecodeCta&>(p_.ctas[cta]).request;
     cached_ = min(p_.batch - first_, kCached);
     const auto* source = reinterpret_cast<const uint4*>(p_.requests + first_);  // two a row
+    const uint32_t to = shared_address(requests_);
 #pragma unroll 4
-    for (int32_t i = lane; i < 2 * cached_; i += 32) reinterpret_cast<uint4*>(requests_)[i] = source[i];
-    if (lane == 0) state_.cursor = decode_cursor(cta, run);
+    for (int32_t i = lane; i < 2 * cached_; i += 32) cp_async16(to + 16 * i, source + i);
+    cp_async_commit();
+  }
+
+  // Warp 0, before it asks for a slice: the rows are there; goes to the CTA's first piece.
+  __device__ __forceinline__ void begin(int32_t cta) {
+    if (threadIdx.x == 0) state_.cursor = decode_cursor(cta, p_.ctas[cta]);
+    cp_async_wait<0>();
     __syncwarp();
   }
 

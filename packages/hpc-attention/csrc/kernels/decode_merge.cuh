@@ -29,49 +29,68 @@ __device__ __forceinline__ void store_pair(const DecodeParams& p, int64_t elemen
   *reinterpret_cast<uint32_t*>(p.out + 2 * element) = output_pair(p, low, high);
 }
 
-// Where a query row's output goes, and what its unnormalised output is multiplied by.
-struct OutputRow {
+// Where a query row's output goes.
+struct OutputPlace {
   int64_t token;
   int32_t head;
   int64_t element;
-  float factor;
 };
-
-// m, l: maximum and sum of the row. A row that sees nothing (sum 0) gives zeros. Sinks join the denominator, not lse.
-__device__ __forceinline__ OutputRow output_row(const DecodeParams& p, int32_t request, int32_t kv_head, int32_t row,
-                                                float m, float l, float v_scale, bool with_sinks) {
+__device__ __forceinline__ OutputPlace output_place(const DecodeParams& p, int32_t request, int32_t kv_head,
+                                                    int32_t row) {
   const RowPlace place = row_place(p, kv_head, row);
   const int64_t token = static_cast<int64_t>(request) * p.q_len + place.token;
+  return {token, place.head, token * p.out_token_stride + place.head * p.out_head_stride};
+}
+
+// What a row's unnormalised output is multiplied by. m, l: its maximum and sum. A row that sees nothing (sum 0) gives
+// zeros. Sinks join the denominator, not lse.
+__device__ __forceinline__ float output_factor(const DecodeParams& p, const OutputPlace& place, float m, float l,
+                                               float v_scale, bool with_sinks) {
   float denominator = l;
   if (with_sinks) denominator += exp2_approx(p.sinks[place.head] * kLog2e - m);
-  return {token, place.head, token * p.out_token_stride + place.head * p.out_head_stride,
-          l == 0.0f ? 0.0f : __fdividef(v_scale, denominator)};
+  return l == 0.0f ? 0.0f : __fdividef(v_scale, denominator);
 }
 
 // The row's lse; -inf where it sees nothing.
-__device__ __forceinline__ void store_lse(const DecodeParams& p, const OutputRow& row, float m, float l) {
+__device__ __forceinline__ void store_lse(const DecodeParams& p, const OutputPlace& place, float m, float l) {
   const float lse = l == 0.0f ? __uint_as_float(0xff800000u) : (m + log2_approx(l)) * kLn2;
-  p.lse[row.token * p.lse_token_stride + row.head * p.lse_head_stride] = lse;
+  p.lse[place.token * p.lse_token_stride + place.head * p.lse_head_stride] = lse;
 }
 
-// Normalises vector `position` of a row tile and writes output and lse. Without `real` it goes through
-// the same instructions, but touches no global memory (see combine.cuh).
-__device__ __forceinline__ void store_result(const DecodeParams& p, int32_t request, int32_t kv_head, int32_t row_tile,
-                                             int32_t position, const float4& o, const float4& ml, bool real = true) {
-  const int32_t d = 2 * (position >> 2);
-  const float v_scale = real && p.v_scale != nullptr ? p.v_scale[kv_head * p.v_scale_head_stride] : p.v_factor;
+// Where vector `position` of a row tile goes: elements d and d + 1 of two rows, as far as there are such rows.
+struct ResultPlace {
+  OutputPlace rows[2];
+  bool any[2];
+  int32_t d;
+};
+__device__ __forceinline__ ResultPlace result_place(const DecodeParams& p, int32_t request, int32_t kv_head,
+                                                    int32_t row_tile, int32_t position) {
+  ResultPlace to = {};
+  to.d = 2 * (position >> 2);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int32_t row = row_tile * kRowTile + 2 * (position & 3) + i;
-    const bool any = real && row < p.rows;
+    to.any[i] = row < p.rows;
+    to.rows[i] = output_place(p, request, kv_head, min(row, p.rows - 1));
+  }
+  return to;
+}
+
+// Normalises a vector and writes output and lse. Without `real` it goes through the same instructions, but touches no
+// global memory (see combine.cuh).
+__device__ __forceinline__ void store_result(const DecodeParams& p, const ResultPlace& to, int32_t kv_head,
+                                             const float4& o, const float4& ml, bool real = true) {
+  const float v_scale = real && p.v_scale != nullptr ? p.v_scale[kv_head * p.v_scale_head_stride] : p.v_factor;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const bool any = real && to.any[i];
     const float m = i == 0 ? ml.x : ml.z, l = i == 0 ? ml.y : ml.w;
-    const OutputRow to =
-        output_row(p, request, kv_head, min(row, p.rows - 1), m, l, v_scale, any && p.sinks != nullptr);
-    uint32_t pair = output_pair(p, (i == 0 ? o.x : o.y) * to.factor, (i == 0 ? o.z : o.w) * to.factor);
+    const float factor = output_factor(p, to.rows[i], m, l, v_scale, any && p.sinks != nullptr);
+    uint32_t pair = output_pair(p, (i == 0 ? o.x : o.y) * factor, (i == 0 ? o.z : o.w) * factor);
     asm volatile("" : "+r"(pair));  // made whether it is stored or not
     if (!any) continue;
-    *reinterpret_cast<uint32_t*>(p.out + 2 * (to.element + d)) = pair;
-    if (p.lse != nullptr && d == 0) store_lse(p, to, m, l);
+    *reinterpret_cast<uint32_t*>(p.out + 2 * (to.rows[i].element + to.d)) = pair;
+    if (p.lse != nullptr && to.d == 0) store_lse(p, to.rows[i], m, l);
   }
 }
 
