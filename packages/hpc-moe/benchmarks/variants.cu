@@ -34,7 +34,10 @@ struct Shape {
 constexpr Shape kShapes[] = {{"hy3-tp8", 192, 192, 192, 4096, 192},
                              {"hy3-ep8", 24, 24, 24, 4096, 1536},
                              {"hy3-ep8-global", 24, 192, 192, 4096, 1536},
-                             {"qwen3-30b", 128, 128, 128, 2048, 768}};
+                             {"qwen3-30b", 128, 128, 128, 2048, 768},
+                             // For compute-sanitizer.
+                             {"small", 16, 16, 16, 512, 192},
+                             {"small-128", 16, 16, 16, 512, 256}};
 constexpr int kTopK = 8;
 
 __device__ uint32_t mix(uint64_t i) {
