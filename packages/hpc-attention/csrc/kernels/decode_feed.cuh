@@ -283,8 +283,8 @@ class Feed {
     const Row row = piece_row<kTokens>(piece, request, p_);
     if (row.begin * kTokens != run.tile * kTileTokens || row.can_be_solo()) return;
     count_ = min((row.count + kDecodeWarps - 1 - warp_) / kDecodeWarps, 32 >> log_ids_);
-    where_ = (begin + min(number, count_ - 1) * kDecodeWarps) * kDecodePieces;
-    ids_ = token < row.high ? min(id, p_.last_page) : 0;
+    where_ = (begin + min(lane_, count_ - 1) * kDecodeWarps) * kDecodePieces;
+    ids_[0] = token < row.high ? min(id, p_.last_page) : 0;
     low_ = row.low;
     high_ = row.high;
     kv_head_ = run.kv_head;
@@ -293,7 +293,7 @@ class Feed {
   // Whether the current slice is known without the list, and holds no token of this step.
   __device__ __forceinline__ bool leads() const {
     if (index_ == count_) return false;
-    return first_token(__shfl_sync(kAllLanes, where_, index_ << log_ids_)) + kTokens <= high_ - p_.q_len;
+    return first_token(__shfl_sync(kAllLanes, where_, index_)) + kTokens <= high_ - p_.q_len;
   }
 
   // The list is there: asks for the block behind the first one.
@@ -315,7 +315,8 @@ class Feed {
   __device__ __forceinline__ void prepare(int32_t index) {
     while (index_ == count_ && !final_) {
       where_ = next_where_;
-      ids_ = next_ids_;
+      ids_[0] = next_ids_[0];
+      ids_[1] = next_ids_[1];
       count_ = next_count_;
       index_ = 0;
       find_block(index);
@@ -328,7 +329,7 @@ class Feed {
   // Whether the current slice holds no token of this step, so that nothing the previous kernel writes is read.
   __device__ __forceinline__ bool is_old() const {
     if (index_ == count_) return true;
-    const int32_t where = __shfl_sync(kAllLanes, where_, index_ << log_ids_);
+    const int32_t where = __shfl_sync(kAllLanes, where_, index_);
     return first_token(where) + kTokens <= pieces_[where].high - p_.q_len;
   }
 
@@ -336,7 +337,7 @@ class Feed {
   // next one.
   __device__ __forceinline__ void push(const Ring& ring) {
     if (index_ < count_) {
-      const int32_t where = __shfl_sync(kAllLanes, where_, index_ << log_ids_);
+      const int32_t where = __shfl_sync(kAllLanes, where_, index_);
       token_ = first_token(where);
       if (!kSolos || listed_) {
         const Row& piece = pieces_[where];
@@ -362,7 +363,7 @@ class Feed {
   // A slice that lies in one page.
   __device__ __forceinline__ void push_page(const Ring& ring) {
     const int32_t lane = fresh_lane(), own = lane / Layout::kLanes;
-    const uint32_t page = __shfl_sync(kAllLanes, ids_, index_);
+    const uint32_t page = __shfl_sync(kAllLanes, ids_[0], index_);
     const uint32_t inside = (static_cast<uint32_t>(token_) & ((1u << p_.page_shift) - 1)) + own;
     const char* k = address(p_.k, page, inside, lane);
     const char* v = address(p_.v, page, inside, lane);
@@ -403,7 +404,7 @@ class Feed {
 #pragma unroll
     for (int i = 0; i < Layout::kFills; ++i) {
       const int32_t row = own + i * Layout::kRows;
-      const uint32_t page = __shfl_sync(kAllLanes, ids_, (index_ << log_ids_) + (row >> p_.page_shift));
+      const uint32_t page = __shfl_sync(kAllLanes, ids_of_slice(), (index_ << log_ids_) + (row >> p_.page_shift));
       const int bytes = visible(token_ + row) ? 16 : 0;
       cp_async16(shared + Layout::fill_at(kValues, i, lane_),
                  address(cache, page, row & ((1 << p_.page_shift) - 1), lane_), bytes);
@@ -413,7 +414,7 @@ class Feed {
   __device__ __forceinline__ void push_scales(const Ring& ring) {
     const int32_t own = lane_ % kTokens, token = token_ + own;
     const int32_t number = log_ids_ == 0 ? 0 : own >> p_.page_shift;  // of its page in the slice
-    const uint32_t page = __shfl_sync(kAllLanes, ids_, (index_ << log_ids_) + number);
+    const uint32_t page = __shfl_sync(kAllLanes, ids_of_slice(), (index_ << log_ids_) + number);
     const int64_t inside = token & ((1 << p_.page_shift) - 1);
     const float* source = p_.k_scale + page * p_.k_scale_page_stride + inside * p_.k_scale_token_stride +
                           kv_head_ * p_.k_scale_head_stride;
@@ -427,19 +428,26 @@ class Feed {
     behind.turn = known.turn;
     behind.solos = known.solos;
     all_ = known.all;
-    next_count_ = min(behind.before(warp_) - next_, 32 >> log_ids_);
+    next_count_ = min(behind.before(warp_) - next_, log_ids_ == 0 ? 32 : 64 >> log_ids_);
     if (next_count_ == 0) return;
-    const int32_t number = lane_ >> log_ids_;
-    next_where_ = place(next_ + min(number, next_count_ - 1), index, known.pieces);
-    const Row& piece = pieces_[next_where_];
-    const int32_t token = first_token(next_where_) + page_of_slice();
-    next_ids_ = 0;
-    if (number < next_count_ && token < piece.high) {
-      const int32_t* table = p_.page_table + piece.request * p_.page_table_stride;
-      next_ids_ = min(static_cast<uint32_t>(table[token >> p_.page_shift]), p_.last_page);
-    }
+    next_where_ = place(next_ + min(lane_, next_count_ - 1), index, known.pieces);
+    next_ids_[0] = page_id(lane_ >> log_ids_);
+    if (log_ids_ > 0) next_ids_[1] = page_id((lane_ + 32) >> log_ids_);
     next_ += next_count_;
   }
+
+  // The id of this lane's page of the next block's slice `number`.
+  __device__ __forceinline__ uint32_t page_id(int32_t number) const {
+    const int32_t where = __shfl_sync(kAllLanes, next_where_, number);
+    const Row& piece = pieces_[where];
+    const int32_t token = first_token(where) + page_of_slice();
+    if (number >= next_count_ || token >= piece.high) return 0;
+    const int32_t* table = p_.page_table + piece.request * p_.page_table_stride;
+    return min(static_cast<uint32_t>(table[token >> p_.page_shift]), p_.last_page);
+  }
+
+  // The register with the page ids of the current slice, where a slice has several.
+  __device__ __forceinline__ uint32_t ids_of_slice() const { return (index_ << log_ids_) < 32 ? ids_[0] : ids_[1]; }
 
   // Where this warp's slice `number` of all lies: its number from position 0 on, times kDecodePieces, plus the row of
   // its piece in the list.
@@ -486,7 +494,7 @@ class Feed {
   bool done_ = false;                 // no slice is left of the pieces that are known
   bool all_ = false, final_ = false;  // these are all there are; and none of their slices is left
   int32_t where_ = 0, next_where_ = 0;
-  uint32_t ids_ = 0, next_ids_ = 0;
+  uint32_t ids_[2] = {}, next_ids_[2] = {};
   int32_t next_ = 0;  // this warp's slice of all that the block after the next begins with
   // Of the slice that is pushed: first token, tokens that any row sees.
   int32_t token_ = 0, low_ = 0, high_ = 0, kv_head_ = 0;
