@@ -44,6 +44,8 @@ LONG = replace(SMALL, lengths=(700,), num_kv_heads=1, sm_scale=1.0)
 LATER = replace(LONG, lengths=(70, 200, 150, 300), num_ctas=3)
 # A CTA that begins with more pieces of one warp alone than it has warps.
 SOLOS = replace(LONG, lengths=(60, 100, 20, 3, 9, 80, 33, 120, 64), num_ctas=1)
+# Several slices a warp, each of 32 pages.
+SMALL_PAGES = replace(LONG, lengths=(1500,), num_ctas=1, page_size=1, kv_dtype=FP8)
 # Forty pairs in two pieces.
 PAIRS = replace(LONG, lengths=(70,) * 40, num_ctas=80)
 # More pieces a CTA than its list and its queries have room for; most are one warp's alone.
@@ -105,6 +107,9 @@ FAULTS = {
     ),
     "queries are overwritten before they are used": Fault(
         "decode.cuh", "index + 2 * kDecodeEpoch", "index + 3 * kDecodeEpoch", MANY
+    ),
+    "page ids of a block's first half for its second": Fault(
+        "decode_feed.cuh", "(index_ << log_ids_) < 32", "true", SMALL_PAGES
     ),
     "a block ends without pdl_wait": Fault("decode.cuh", "if (waits) pdl_wait();", None, LONG),
     "the first query is read before pdl_wait": Fault("decode.cuh", "waits || (lists && waited)", "lists", SOLOS),
@@ -265,6 +270,7 @@ PROBLEMS = {
     "solo pieces, then a shared one": replace(LONG, lengths=(60, 100, 20, 1100, 9, 80), num_ctas=1),
     "nine solo pieces": SOLOS,
     "many pairs in two pieces": PAIRS,
+    "pages of one token": SMALL_PAGES,
     "many pieces a CTA": MANY,
     "many pieces a CTA, e4m3": replace(MANY, kv_dtype=FP8, num_ctas=2, q_len=2, softcap=5.0, sinks=True),
     "many pieces a CTA, 16 rows": replace(MANY, lengths=MANY.lengths[::2], kv_dtype=FP8, num_q_heads=32),
