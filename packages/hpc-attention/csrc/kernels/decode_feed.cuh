@@ -309,9 +309,9 @@ class Feed {
   // Whether a block has ended, so that prepare() is to be called before anything else.
   __device__ __forceinline__ bool ended() const { return index_ == count_ && !done_; }
 
-  // Takes up the next block. A block is the page ids of this warp's next slices, one a lane, and the places of these
-  // slices: lane i holds the place of slice i / ids and page id number i mod ids of it, where a slice has `ids` pages.
-  // The block after the current one is on its way meanwhile. `index`: of the piece that the warp attends over.
+  // Takes up the next block: the places of this warp's next slices, lane i has slice i's, and these slices' page ids,
+  // one a lane; where a slice has several pages two a lane, number i and i + 32 of all. The block after the current one
+  // is on its way meanwhile. `index`: of the piece that the warp attends over.
   __device__ __forceinline__ void prepare(int32_t index) {
     while (index_ == count_ && !final_) {
       where_ = next_where_;
