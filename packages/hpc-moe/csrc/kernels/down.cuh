@@ -39,9 +39,10 @@ struct DownEpilogue {
 // kDirect: per tensor, K of at most kDirectK.
 template <Quant kQuant, bool kHalf, int kWidth, bool kDirect>
 __global__ void __launch_bounds__(kGemmThreads, 1)
-    down_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
+    down_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap h_map,
+                const __grid_constant__ GemmParams p) {
   using T = Traits<Gemm::kDown, kQuant, kHalf, kWidth>;
-  run_gemm<T, kDirect, DownEpilogue<T>>(&map, p);
+  run_gemm<T, kDirect, DownEpilogue<T>>(&map, &h_map, p);
 }
 
 }  // namespace hpc::moe

@@ -134,7 +134,7 @@ template <Quant kQuant, bool kHalf, int kWidth>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     gate_up_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
   using T = Traits<Gemm::kUp, kQuant, kHalf, kWidth>;
-  run_gemm<T, false, GateUpEpilogue<T>>(&map, p);
+  run_gemm<T, false, GateUpEpilogue<T>>(&map, nullptr, p);
 }
 
 }  // namespace hpc::moe

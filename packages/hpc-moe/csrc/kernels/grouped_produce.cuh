@@ -33,10 +33,10 @@ __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
-// kZeroTail: K may end with half a stage, and whole stages are multiplied: the other half of B is filled with zeros
-// (the weights' is, by the copy engine).
-template <class T, bool kZeroTail>
-__device__ void produce(const GemmParams& p, const CUtensorMap* map, typename T::Smem& s) {
+// `b_map`: of rows of B, kRowsBox a copy (down, whose rows of a tile are neighbours). Copies pad the end of K with
+// zeros.
+template <class T>
+__device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUtensorMap* b_map, typename T::Smem& s) {
   constexpr Gemm kGemm = T::kGemm;
   constexpr int kStages = T::kStages, kStageBytes = T::kStageBytes, kWidth = T::kWidth;
   const int thread = threadIdx.x - kConsumers, lane = thread % 32;
@@ -138,8 +138,8 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, typename T:
     const int tile_row = field(found.row, at), rows = field(found.rows, at);
     const int expert = field(found.expert, at), unit = field(found.unit, at);
     const int second = T::kTwoTiles ? field(found.second_rows, at) : 0;
-    uint32_t source[kWidth / 16], source2[kWidth / 16];  // where the thread's rows start, in 16 bytes
-    int own = tile_row + thread, own2 = 0;               // rows of B that the tiles' rows `thread` read
+    [[maybe_unused]] uint32_t source[kWidth / 16], source2[kWidth / 16];  // where the thread's rows start, in 16 bytes
+    int own = tile_row + thread, own2 = 0;  // rows of B that the tiles' rows `thread` read
     if constexpr (kGemm == Gemm::kUp) {
       own = slot / p.top_k;
       if (second) own2 = thread < second ? p.routing.row_to_slot[tile_row + rows + thread] / p.top_k : 0;
@@ -150,12 +150,12 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, typename T:
       slot = slot_of(at + 1);
     }
 #pragma unroll
-    for (int i = 0; i < kWidth / 16; ++i) {
+    for (int i = 0; i < kWidth / 16 && kGemm == Gemm::kUp; ++i) {
       const int row = first_row + 16 * i;
-      const uint32_t token = kGemm == Gemm::kUp ? s.token[row] : tile_row + row;
-      source[i] = row < rows ? token * p.b_stride : kNoRow;
+      source[i] = row < rows ? s.token[row] * p.b_stride : kNoRow;
       if constexpr (T::kTwoTiles) source2[i] = row < second ? s.token[kWidth + row] * p.b_stride : kNoRow;
     }
+    const uint32_t row_bytes = kGemm == Gemm::kUp ? 0 : (rows + kRowsBox - 1) / kRowsBox * kRowsBox * 128;
     const int weights = weight_coordinate<kGemm>(p, expert, unit);
     // Thread r brings the scales of the tiles' rows r, threads 0 to 3 those of the weights' four m64 tiles.
     const float *row_scale = nullptr, *row_scale2 = nullptr, *weight_scale = nullptr;
@@ -175,23 +175,16 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, typename T:
       const uint32_t stage = stages + head.stage() * kStageBytes;
       if (prefetched > 0) {
         --prefetched;
-        if (thread == 0) mbarrier_arrive(full + head.stage() * 8);  // the task is published
+        if (thread == 0) mbarrier_arrive_expect_tx(full + head.stage() * 8, row_bytes);  // the task is published
       } else if (thread == 0) {
-        mbarrier_arrive_expect_tx(full + head.stage() * 8, units * kUnitBytes);
+        mbarrier_arrive_expect_tx(full + head.stage() * 8, units * kUnitBytes + row_bytes);
         load_weights<kGemm>(p, map, weights, units, k, stage, full + head.stage() * 8, policy);
       }
-      const int column = k * 128 + chunk * 16;
-      if (column < p.k_bytes || kZeroTail) {
-        const uint8_t* from = p.b + (column < p.k_bytes ? column : 0);
-        [[maybe_unused]] const int bytes = column < p.k_bytes ? 16 : 0;
+      if constexpr (kGemm == Gemm::kUp) {
+        const uint8_t* from = p.b + k * 128 + chunk * 16;
 #pragma unroll
         for (int i = 0; i < kWidth / 16; ++i) {
-          if (source[i] == kNoRow) continue;
-          if constexpr (kZeroTail) {
-            cp_async_16_zfill(stage + to + i * 16 * 128, from + uint64_t{source[i]} * 16, bytes);
-          } else {
-            cp_async_16(stage + to + i * 16 * 128, from + uint64_t{source[i]} * 16);
-          }
+          if (source[i] != kNoRow) cp_async_16(stage + to + i * 16 * 128, from + uint64_t{source[i]} * 16);
         }
         if (second) {
 #pragma unroll
@@ -200,6 +193,9 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, typename T:
             cp_async_16(stage + to - kUnitBytes + i * 16 * 128, from + uint64_t{source2[i]} * 16);
           }
         }
+      } else if (thread * kRowsBox < rows) {
+        tma_load_2d(stage + 2 * kUnitBytes + thread * kRowsBox * 128, b_map, full + head.stage() * 8, k * 128,
+                    tile_row + thread * kRowsBox);
       }
       if constexpr (T::kBlock) {
         const uint32_t scale_to = scales + head.stage() * Stages<kWidth>::kScales * 4;
@@ -227,7 +223,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, typename T:
 
 // The kernel's frame: barriers and roles.
 template <class T, bool kDirect, class Epilogue>
-__device__ __forceinline__ void run_gemm(const CUtensorMap* map, const GemmParams& p) {
+__device__ __forceinline__ void run_gemm(const CUtensorMap* map, const CUtensorMap* b_map, const GemmParams& p) {
   extern __shared__ uint8_t raw[];
   auto& s = *reinterpret_cast<typename T::Smem*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
   if (threadIdx.x == 0) {
@@ -241,7 +237,7 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const GemmParam
   __syncthreads();
   if (threadIdx.x >= kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    produce<T, T::kGemm == Gemm::kDown && T::kTensor && !kDirect>(p, map, s);
+    produce<T>(p, map, b_map, s);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     pdl_wait();  // nothing may be stored before

@@ -40,11 +40,13 @@ struct QuantiseParams {
   int32_t hidden;
 };
 
+constexpr int kRowsBox = 8;  // rows of h that a copy of the down kernel brings
+
 // One grouped GEMM: rows of B (tokens) against the weights of their expert.
 struct GemmParams {
   Routing routing;
-  const uint8_t* b;        // rows of the B operand
-  uint32_t b_stride;       // from a row to the next, in 16 bytes
+  const uint8_t* b;        // gate-up: rows of the B operand (down has a map of h)
+  uint32_t b_stride;       // gate-up: from a row to the next, in 16 bytes
   const float* b_scale;    // kBlock: [rows, K groups]; kTensor: [1]
   int64_t b_scale_stride;  // kBlock: elements from a row's scales to the next's
   int64_t b_scale_step;    // kBlock: elements from a K group to the next

@@ -120,7 +120,7 @@ void run_low(const Call& c, const Config& config, int num_sms, cudaStream_t stre
 
 // The four kernels of tokens [begin, begin + tokens).
 void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t tokens, const CUtensorMap& up_map,
-               const CUtensorMap& down_map, int num_sms, cudaStream_t stream) {
+               const CUtensorMap& down_map, const CUtensorMap& h_map, int num_sms, cudaStream_t stream) {
   const Layout& l = config.layout;
   const int element = c.quant == Quant::kNone ? 2 : 1;  // bytes of a weight, and of what it is multiplied with
   const bool half = c.quant == Quant::kBlock && config.act_group == 64;
@@ -178,10 +178,8 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
 
   GemmParams down{};
   down.routing = routing;
-  down.b = at<uint8_t>(c.workspace, l.h);
-  down.b_stride = static_cast<uint32_t>(c.intermediate * element / 16);
   if (c.quant == Quant::kBlock) {
-    down.b_scale = at<float>(c.workspace, l.h_scale);
+    down.b_scale = up.out_scale;
     down.b_scale_stride = c.intermediate / scale_block;
     down.b_scale_step = 1;
   }
@@ -197,7 +195,9 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   down.out_columns = c.hidden;
   down.weight_rows = c.hidden;
   down.top_k = c.top_k;
-  if (c.kernels & 4u) launch_down(c.quant, half, down_map, down, config.rule.max_rows, config.down_grid, stream);
+  if (c.kernels & 4u) {
+    launch_down(c.quant, half, down_map, h_map, down, config.rule.max_rows, config.down_grid, stream);
+  }
 
   if (c.kernels & 8u) launch_reduce(reduce_params(c, begin, tokens, down.out, routing.slot_to_row), num_sms, stream);
 }
@@ -215,8 +215,11 @@ void run(const Call& c, const Config& config, int num_sms, cudaStream_t stream) 
       gate_up_weight_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element);
   const CUtensorMap down_map =
       down_weight_map(c.w2, experts * c.hidden, static_cast<int64_t>(c.intermediate) * element);
+  const CUtensorMap h_map = down_row_map(at<uint8_t>(c.workspace, config.layout.h), config.chunk_rows,
+                                         static_cast<int64_t>(c.intermediate) * element);
   for (int64_t begin = 0; begin < c.tokens; begin += config.chunk_tokens) {
-    run_chunk(c, config, begin, std::min(config.chunk_tokens, c.tokens - begin), up_map, down_map, num_sms, stream);
+    run_chunk(c, config, begin, std::min(config.chunk_tokens, c.tokens - begin), up_map, down_map, h_map, num_sms,
+              stream);
   }
 }
 

@@ -10,7 +10,8 @@
 namespace hpc::moe {
 
 template <Quant kQuant, bool kHalf>
-void launch_down_as(const CUtensorMap& map, const GemmParams& p, int widest, int grid, cudaStream_t stream) {
+void launch_down_as(const CUtensorMap& map, const CUtensorMap& h_map, const GemmParams& p, int widest, int grid,
+                    cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(grid));
   config.block = dim3(kGemmThreads);
@@ -19,11 +20,11 @@ void launch_down_as(const CUtensorMap& map, const GemmParams& p, int widest, int
     config.smem_bytes = kGemmSmemBytes<kWidth>;
     if constexpr (kQuant == Quant::kTensor) {
       if (p.k_bytes <= kDirectK) {
-        launch(&down_kernel<kQuant, kHalf, kWidth, true>, config, map, p);
+        launch(&down_kernel<kQuant, kHalf, kWidth, true>, config, map, h_map, p);
         return;
       }
     }
-    launch(&down_kernel<kQuant, kHalf, kWidth, false>, config, map, p);
+    launch(&down_kernel<kQuant, kHalf, kWidth, false>, config, map, h_map, p);
   });
 }
 

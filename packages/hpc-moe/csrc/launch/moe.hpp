@@ -15,8 +15,8 @@ void launch_index(Quant quant, const IndexParams& p, const QuantiseParams& q, gr
 // The grouped GEMMs. `half`: I % 128 != 0, so that its scales are per 64. `map`: see weight_map().
 void launch_gate_up(Quant quant, bool half, const CUtensorMap& map, const GemmParams& p, int widest, int grid,
                     cudaStream_t stream);
-void launch_down(Quant quant, bool half, const CUtensorMap& map, const GemmParams& p, int widest, int grid,
-                 cudaStream_t stream);
+void launch_down(Quant quant, bool half, const CUtensorMap& map, const CUtensorMap& h_map, const GemmParams& p,
+                 int widest, int grid, cudaStream_t stream);
 
 void launch_reduce(const ReduceParams& p, int num_sms, cudaStream_t stream);
 
@@ -24,5 +24,7 @@ void launch_reduce(const ReduceParams& p, int num_sms, cudaStream_t stream);
 // `rows`: E * 2 I or E * H; `row_bytes`: of K.
 CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes);
 CUtensorMap down_weight_map(const void* w2, int64_t rows, int64_t row_bytes);
+// And of h, `rows` of it.
+CUtensorMap down_row_map(const void* h, int64_t rows, int64_t row_bytes);
 
 }  // namespace hpc::moe

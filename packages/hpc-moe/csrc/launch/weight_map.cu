@@ -1,4 +1,4 @@
-// Tensor maps of w13 and w2. A map of more dimensions than the matrix has permutes its rows within a unit, so that a
+// Tensor maps of w13, w2 and h. A map of more dimensions than the matrix has permutes its rows within a unit, so that a
 // thread of the GEMM ends up with neighbouring output columns (the accumulator's layout gives it rows g and g + 8).
 #include "hpc/tensor_map.hpp"
 #include "launch/moe.hpp"
@@ -23,6 +23,15 @@ CUtensorMap down_weight_map(const void* w2, int64_t rows, int64_t row_bytes) {
   spec.stride = {4 * bytes, bytes, 32 * bytes, 2 * bytes};
   spec.box = {128, 8, 2, 4, 2};
   return make_tensor_map("w2", w2, CU_TENSOR_MAP_DATA_TYPE_UINT8, spec, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+// Rows of h; a copy brings kRowsBox.
+CUtensorMap down_row_map(const void* h, int64_t rows, int64_t row_bytes) {
+  TensorMapSpec<2> spec;
+  spec.shape = {static_cast<uint64_t>(row_bytes), static_cast<uint64_t>(rows)};
+  spec.stride = {static_cast<uint64_t>(row_bytes)};
+  spec.box = {128, kRowsBox};
+  return make_tensor_map("h", h, CU_TENSOR_MAP_DATA_TYPE_UINT8, spec, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 }  // namespace hpc::moe

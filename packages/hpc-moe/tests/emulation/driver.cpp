@@ -151,6 +151,15 @@ struct Layer {
     return map;
   }
 
+  CUtensorMap row_map() const {
+    const auto bytes = static_cast<uint64_t>(c.inter * element);
+    const EmulatedMap made = {
+        h.data(), {bytes, static_cast<uint64_t>(rows), 1, 1, 1}, {1, bytes, 0, 0, 0}, {128, kRowsBox, 1, 1, 1}};
+    CUtensorMap map;
+    std::memcpy(&map, &made, sizeof(made));
+    return map;
+  }
+
   // Product of a row of B and a weight row over K, with its scales.
   template <class B>
   double product(const B& b, int k, const std::vector<uint8_t>& w, size_t weight_row, int group, const float* w_scales,
@@ -283,7 +292,7 @@ struct Layer {
 
   template <Quant kQuant, bool kHalf, int kWidth>
   int run() {
-    const CUtensorMap up_map = map(true), down_map = map(false);
+    const CUtensorMap up_map = map(true), down_map = map(false), h_map = row_map();
     GemmParams up = params(true);
     const GemmParams down = params(false);
     int bad = 0;
@@ -297,9 +306,9 @@ struct Layer {
     }
     emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] {
       if constexpr (kQuant == Quant::kTensor) {
-        if (!c.promoted) return down_kernel<kQuant, kHalf, kWidth, true>(down_map, down);
+        if (!c.promoted) return down_kernel<kQuant, kHalf, kWidth, true>(down_map, h_map, down);
       }
-      down_kernel<kQuant, kHalf, kWidth, false>(down_map, down);
+      down_kernel<kQuant, kHalf, kWidth, false>(down_map, h_map, down);
     });
     bad += check_y();
     return bad + check_out();

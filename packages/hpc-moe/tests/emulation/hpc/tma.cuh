@@ -49,6 +49,9 @@ inline void tma_load(uint32_t smem, const CUtensorMap* map, uint32_t barrier, st
   emulation::bulk_copy(smem, std::move(swizzled), barrier);
 }
 
+inline void tma_load_2d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1) {
+  tma_load(smem, map, barrier, {c0, c1, 0, 0, 0});
+}
 inline void tma_load_4d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3,
                         uint64_t) {
   tma_load(smem, map, barrier, {c0, c1, c2, c3, 0});
