@@ -3,20 +3,20 @@
 // Grid: one CTA an SM, persistent. 384 threads:
 //   warps 0-3, 4-7   two consumer warpgroups (grouped_consume.cuh); each owns one unit of the task and multiplies two
 //                    m64 tiles of it: gate-up: 64 columns of I (64 gate rows, then their 64 up rows); down: 128 of H;
-//   warps 8-11       producers (grouped_produce.cuh): find the CTA's tasks, gather rows of B (tokens through the
-//   routing
-//                    index, or rows of h) by cp.async into the 128-byte swizzle, with the scales; one thread also
-//                    brings the weights by TMA and publishes each task.
+//   warps 8-11       producers (grouped_produce.cuh): find the CTA's tasks; bring rows of B, gate-up by gathering
+//                    tokens through the routing index by cp.async into the 128-byte swizzle, down (rows of h are
+//                    neighbours) by TMA, and the scales; one thread brings the weights by TMA and publishes each task.
 // A task (grouped_tasks.cuh) is a token tile of an expert and one or two units, or one unit and two token tiles; those
 // of one expert and unit are neighbours, so that their weights come from L2 after the first. Shared memory: 4 to 6
 // stages (32 KB weights + rows of B: 16, 8 or 4 KB, as the call's token tiles are at most 128, 64 or 32 rows), scales
 // of each stage, epilogue buffers, published tasks, barriers. Barriers: full[s] (the TMA thread's arrival and bytes,
 // one arrival a producer thread, when its cp.async have landed), empty[s] (one a consumer warp). Before the first stage
-// of a task its TurnTask is written; the TMA thread's arrival releases it. K order: 128 bytes a stage; sums are
-// promoted to fp32 registers every scale group (128, or 64 of I), per tensor every 128, or not at all (down of up to
-// kDirectK of K). It depends on nothing but the shape, so a row has the same bits in every tile width. Rows of a tile
-// beyond its count hold whatever shared memory held: they only reach their own columns, which nobody stores. PDL:
-// gate-up fills its first stages with the weights of its likely first task, then waits (the index is its
+// of a task its TurnTask is written; the TMA thread's arrival releases it.
+// K order: 128 bytes a stage; sums are promoted to fp32 registers every scale group (128, or 64 of I), per tensor every
+// 128, or not at all (down of up to kDirectK of K). It depends on nothing but the shape, so a row has the same bits in
+// every tile width. Rows of a tile beyond its count hold whatever shared memory held: they only reach their own
+// columns, which nobody stores.
+// PDL: gate-up fills its first stages with the weights of its likely first task, then waits (the index is its
 // predecessor's); a wrong guess costs those stages. Down reads the index (two kernels old) and fills its first stages
 // with weights before it waits for h.
 #pragma once
