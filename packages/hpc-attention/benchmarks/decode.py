@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from decode_peers import PEERS, agreeing
 from hpc_attention import _C, DecodePlan, decode
 from hpc_common.lengths import format_lengths, parse_lengths
 from hpc_common.timing import Candidate, Row, buffer_sets, floor_us, measure, results, write_results
-from decode_peers import PEERS, agreeing
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHORT = {FP8: "e4m3", BF16: "bf16"}
