@@ -74,8 +74,13 @@ class DecodeWorker {
     }
     Ring ring(base_ + kSmem.rings + warp_ * Ring::kBytes);
     Feed feed(p_, pieces_, warp_, lane_, own_.scales_);
-    if (kQuickStart) feed.lead(p_.ctas[cta]);
-    if (warp_ == 0) pieces_.begin(cta);
+    typename Feed::Lead lead = {};
+    if (kQuickStart) lead = feed.ask(p_.ctas[cta]);
+    if (warp_ == 0) {
+      pieces_.begin(cta);
+      if (kQuickStart) pieces_.refill(-1);  // while what was asked for is on its way
+    }
+    if (kQuickStart) feed.take(lead);
 
     // One loop for everything, so that each part's instructions are there once. A step asks for a slice; from step
     // kStages on it attends over the slice whose place that one takes.

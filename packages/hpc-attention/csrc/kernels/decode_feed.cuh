@@ -265,26 +265,38 @@ class Feed {
         scales_(scales),
         log_ids_(max((kTokens == 32 ? 5 : 4) - p.page_shift, 0)) {}
 
-  // The first block, before the list of pieces is there, from the CTA's own row and its request's: where the first
-  // piece is not a solo piece, and the plan an ordinary one. (Only kernels that have solo pieces call it.)
-  __device__ __forceinline__ void lead(const DecodeCta& run) {
-    if (run.count == 0 || p_.batch_invariant) return;
-    const DecodeRequest request = p_.requests[run.request];
-    const int32_t number = lane_ >> log_ids_, begin = run.tile * (kTileTokens / kTokens) + warp_;
-    const int32_t token = (begin + number * kDecodeWarps) * kTokens + page_of_slice();
-    uint32_t id = 0;  // asked for beside the request's row, so as if nothing lay before a window
+  // What the first block is made of before the list of pieces is there: the CTA's own row and its request's, and page
+  // ids that are asked for beside the request's row, so as if nothing lay before a window.
+  struct Lead {
+    DecodeCta run;
+    DecodeRequest request;
+    uint32_t id;
+  };
+  __device__ __forceinline__ Lead ask(const DecodeCta& run) const {
+    Lead lead = {};
+    lead.run = run;
+    if (run.count == 0 || p_.batch_invariant) return lead;
+    lead.request = p_.requests[run.request];
+    const int32_t token = lead_token(run);
     if (token < min((run.tile + run.count) * kTileTokens, p_.capacity)) {
-      id = p_.page_table[run.request * p_.page_table_stride + (token >> p_.page_shift)];
+      lead.id = p_.page_table[run.request * p_.page_table_stride + (token >> p_.page_shift)];
     }
+    return lead;
+  }
+  // Makes it, where the first piece is not a solo piece, and the plan an ordinary one. (Only kernels that have solo
+  // pieces call these.)
+  __device__ __forceinline__ void take(const Lead& lead) {
+    const DecodeCta& run = lead.run;
+    if (run.count == 0 || p_.batch_invariant) return;
     DecodePiece piece = {};
     piece.tile_begin = run.tile;
-    piece.tile_end = min(run.tile + run.count, request.num_tiles);
-    piece.whole = run.tile == 0 && piece.tile_end == request.num_tiles;
-    const Row row = piece_row<kTokens>(piece, request, p_);
+    piece.tile_end = min(run.tile + run.count, lead.request.num_tiles);
+    piece.whole = run.tile == 0 && piece.tile_end == lead.request.num_tiles;
+    const Row row = piece_row<kTokens>(piece, lead.request, p_);
     if (row.begin * kTokens != run.tile * kTileTokens || row.can_be_solo()) return;
     count_ = min((row.count + kDecodeWarps - 1 - warp_) / kDecodeWarps, 32 >> log_ids_);
-    where_ = (begin + min(lane_, count_ - 1) * kDecodeWarps) * kDecodePieces;
-    ids_[0] = token < row.high ? min(id, p_.last_page) : 0;
+    where_ = (row.begin + warp_ + min(lane_, count_ - 1) * kDecodeWarps) * kDecodePieces;
+    ids_[0] = lead_token(run) < row.high ? min(lead.id, p_.last_page) : 0;
     low_ = row.low;
     high_ = row.high;
     kv_head_ = run.kv_head;
@@ -464,6 +476,12 @@ class Feed {
     const Row& piece = pieces_[low];
     const int32_t slice = piece.first(warp_) + (number - piece.before(warp_)) * piece.step();
     return slice * kDecodePieces + (low & (kDecodePieces - 1));
+  }
+
+  // The first token of the page whose id this lane holds in the first block.
+  __device__ __forceinline__ int32_t lead_token(const DecodeCta& run) const {
+    const int32_t slice = run.tile * (kTileTokens / kTokens) + warp_ + (lane_ >> log_ids_) * kDecodeWarps;
+    return slice * kTokens + page_of_slice();
   }
 
   // Where the page whose id this lane holds begins, from the beginning of its slice (of several pages) on.
