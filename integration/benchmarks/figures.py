@@ -33,26 +33,25 @@ def measured(document: Mapping[str, Any], value: str) -> dict[str, dict[str, flo
     """``value`` by row and backend."""
     found: dict[str, dict[str, float]] = {}
     for entry in document["rows"]:
-        if value in entry:
+        if entry.get(value) is not None:
             found.setdefault(entry["row"], {})[entry["backend"]] = entry[value]
     return found
 
 
 def table(document: Mapping[str, Any]) -> str:
-    """Markdown: TPOT beside the default's, the goal and upstream's; TTFT; both backends' throughput."""
-    tpot, ttft, rate = (measured(document, value) for value in ("tpot_ms", "ttft_ms", "tokens_per_s"))
-    tokens = next(entry["new_tokens"] for entry in document["rows"] if "new_tokens" in entry)
+    """Markdown: ms a token beside the default's, the goal and upstream's; TTFT; both backends' throughput."""
+    steps, ttft, rate = (measured(document, value) for value in ("step_ms", "ttft_ms", "tokens_per_s"))
     lines = [
         f"A model of Qwen3-30B-A3B-FP8's shape with dummy weights on one {document['device']}, {document['date']},",
-        f"SGLang {document['sglang']}: ms a token (TPOT, {tokens} new tokens) with this package and with its",
-        "default there, attention by fa3 and experts by triton, both engines in one run, asked in turns; TTFT is the",
-        "whole batch's, in ms. Beside them, of runs of 2026-11-29, upstream's package under `hpc_ops`, and a goal:",
-        "attention and experts at their kernels' goals, the rest as it is.",
+        f"SGLang {document['sglang']}: ms a token (a decode step of the whole batch, by SGLang's own count) with this",
+        "package and with SGLang's default there, attention by fa3, experts by triton, both engines in one run, asked",
+        "in turns; TTFT is the whole batch's, in ms. Beside them, of runs of 2026-11-29, upstream's package under",
+        "`hpc_ops`, and a goal: attention and experts at their kernels' goals, the rest as it is.",
         "",
-        "| requests | TPOT | fa3 + triton | | goal | upstream | tokens/s | fa3 + triton | TTFT | fa3 + triton |",
+        "| requests | ms a token | fa3 + triton | | goal | upstream | tokens/s | fa3 + triton | TTFT | fa3 + triton |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for row, times in tpot.items():
+    for row, times in steps.items():
         ours, theirs = times["hpc"], times["default"]
         goal, upstream = (f"{known[row]}" if row in known else "" for known in (GOALS, UPSTREAM))
         values = [f"{ours:.2f}", f"{theirs:.2f}", f"{100 * (ours / theirs - 1):+.0f} %", goal, upstream]
@@ -63,7 +62,7 @@ def table(document: Mapping[str, Any]) -> str:
 
 def plot(document: Mapping[str, Any]) -> str:
     """An SVG of bars: a group a row, a bar a backend, and a line for each goal."""
-    tpot = measured(document, "tpot_ms")
+    tpot = measured(document, "step_ms")
     high = 1.1 * max(value for times in tpot.values() for value in times.values())
     width, height = LEFT + GROUP * len(tpot) + 12, TOP + HEIGHT + 40
 

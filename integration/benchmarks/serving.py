@@ -10,6 +10,9 @@ Then the same prompts, now in the prefix cache, so that little but decode is lef
 
     TPOT = (time with --tokens - time with 1) / (--tokens - 1), medians over --repeats, taken in turns
 
+Beside it stands the time of a decode step of the whole batch by SGLang's own count (``step_ms``), which no prefill and
+no arrival is part of.
+
 The rows are asked for unless --profile or --soak is. --profile says where a decode step's time goes, kernel by kernel.
 With --soak this package is given mixed requests, all at once. What is checked is that all of them end and that every
 logprob is a number; memory in use on the GPU before and after is in the row.
@@ -19,6 +22,7 @@ import argparse
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -66,7 +70,8 @@ BACKENDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 ENGINE = dict(
     load_format="dummy", skip_tokenizer_init=True, sampling_backend="pytorch", grammar_backend="none",
-    mem_fraction_static=0.75, log_level="warning", random_seed=1,
+    mem_fraction_static=0.75, log_level="info",
+    decode_log_interval=20, random_seed=1,
     disable_prefill_cuda_graph=True,  # their capture takes a minute and a half
 )  # fmt: skip
 
@@ -74,6 +79,17 @@ ENGINE = dict(
 def lengths_of(row: str) -> list[int]:
     """Prompt lengths of a row: "azure", or the notation of hpc_common.lengths."""
     return list(AZURE) if row == "azure" else parse_lengths(row)
+
+
+def step_ms(log: str, requests: int) -> float | None:
+    """Milliseconds a decode step of that many requests by SGLang's own count, in an engine's log; None: no line.
+
+    A line is an average over ``decode_log_interval`` steps; one that holds prefill or a pause as well is longer, so the
+    least one counts.
+    """
+    lines = re.findall(r"Decode batch.*#running-req: (\d+),.*gen throughput \(token/s\): ([\d.]+)", log)
+    steps = [1e3 * requests / float(rate) for running, rate in lines if int(running) == requests and float(rate) > 0]
+    return min(steps, default=None)
 
 
 class Child:
@@ -110,11 +126,16 @@ class Child:
         """Send a command and hear its reply; False where there is no child any more."""
         if self.rows and self.rows[-1]["row"] == "failed":
             return False
+        start = os.fstat(self.log.fileno()).st_size
         try:
             print(json.dumps(command), file=self.process.stdin, flush=True)
         except BrokenPipeError:
             pass
-        return self.hear()
+        heard = self.hear()
+        if heard and command["do"] == "row":
+            log = os.pread(self.log.fileno(), os.fstat(self.log.fileno()).st_size - start, start)  # the child writes on
+            self.rows[-1]["step_ms"] = step_ms(log.decode(errors="replace"), len(command["lengths"]))
+        return heard
 
     def end(self) -> None:
         """Let the engine go."""
@@ -174,9 +195,9 @@ def text(entry: dict[str, Any]) -> str:
     return f"{entry['backend']:14s} {entry['row']:14s} {', '.join(shown)}{more}"
 
 
-def table(rows: list[dict[str, Any]], value: str = "tpot_ms") -> str:
+def table(rows: list[dict[str, Any]], value: str) -> str:
     """A Markdown table of one value: rows by backends."""
-    measured = [entry for entry in rows if value in entry]
+    measured = [entry for entry in rows if entry.get(value) is not None]
     backends = list(dict.fromkeys(entry["backend"] for entry in measured))
     lines = [f"| {value} | " + " | ".join(backends) + " |", "|---|" + "---|" * len(backends)]
     for row in dict.fromkeys(entry["row"] for entry in measured):
@@ -221,7 +242,7 @@ def main() -> None:
             write_results(options.json, {**about, "rows": rows})
 
     rows = collect(options, keep)
-    print(table(rows))
+    print(table(rows, "step_ms"))
     if any(entry["row"] == "failed" for entry in rows):
         sys.exit(1)
 

@@ -20,6 +20,12 @@ for line in sys.stdin:
     command = json.loads(line)
     if command.get("row") == "8x1K" and name == "fa3":
         sys.exit("the engine's last words")
+    requests = len(command.get("lengths", []))
+    for slower in (9, 1, 3):  # what SGLang logs; the first line holds a prefill
+        rate = 250 * requests / slower
+        said = f"[t] Decode batch, #running-req: {requests}, a: 1, gen throughput (token/s): {rate:.2f}, b"
+        print(said, file=sys.stderr)
+    sys.stderr.flush()
     print(json.dumps({"row": command.get("row", command["do"]), "tpot_ms": 2.0, "asked": command}), flush=True)
 """
 
@@ -61,7 +67,7 @@ def test_rows_of_two_backends(together: tuple[str, ...], serving: ModuleType, mo
     ]  # fmt: skip
     azure = rows[2]["asked"]
     assert len(azure["lengths"]) == 64 and azure["tokens"] == 64 and azure["do"] == "row"
-    assert "| 1x1K | 2.00 | 2.00 |" in serving.table(rows)
+    assert "| 1x1K | 4.00 | 4.00 |" in serving.table(rows, "step_ms")
 
 
 def test_a_backend_that_fails_leaves_the_other_one_alone(
@@ -73,6 +79,13 @@ def test_a_backend_that_fails_leaves_the_other_one_alone(
     theirs = [row for row in rows if row["backend"] == "default"]
     assert [row["row"] for row in theirs] == ["start", "1x1K", "failed"] and "last words" in theirs[-1]["log"]
     assert "last words" in capsys.readouterr().out
+
+
+def test_the_step_of_a_whole_batch(serving: ModuleType) -> None:
+    line = "[t] Decode batch, #running-req: {}, #token: 9, gen throughput (token/s): {}, #queue-req: 0"
+    log = "\n".join(line.format(*pair) for pair in ((8, 100.0), (8, 1000.0), (7, 9000.0), (8, 0.0)))
+    assert serving.step_ms(log, 8) == 8.0
+    assert serving.step_ms(log, 3) is None
 
 
 def test_each_engine_has_a_port_of_its_own(serving: ModuleType) -> None:
