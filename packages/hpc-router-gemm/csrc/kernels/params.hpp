@@ -22,20 +22,23 @@ struct StreamParams {
   int prefetch;  // 1: weights may be read before the predecessor has ended
 };
 
+// What the start of a CTA needs comes first: it shares lines of the constant cache.
 struct TileParams {
+  int k_blocks;        // of 128 that every CTA of a split has at least; the first `k_extra` ranks have one more. The
+  int k_extra;         // last block of all may be partly outside, where copies bring zeros
+  int stages;          // of the ring
+  int prefetch;        // 1: weights may be read before the predecessor has ended
+  int weight_columns;  // of one weight copy: 64 where k is a multiple of 32 (fp32), else one 128-byte box
+  int l2_prefetch;     // 1: what the first stages don't hold is brought to L2 before the predecessor has ended
+  int split;           // CTAs of a cluster that share a tile, each with a part of the k blocks
+  int sum_blocks;      // of a split sum that a rank owns at least: the first `sum_extra` ranks have one more; see
+  int sum_extra;       // router_tile.cuh
+  int sums_offset;     // of a split's sums from the stages: 0 where they lie over these, else behind the barriers
+  int sum_part;        // blocks that a rank owns at most
+  int n;
+  int64_t m;
   float* y;  // [m, n], rows `y_stride` elements apart
   int64_t y_stride;
-  int64_t m;
-  int n;
-  int k_blocks;     // of 128 that every CTA of a split has at least; the first `k_extra` ranks have one more. The last
-  int k_extra;      // block of all may be partly outside, where copies bring zeros
-  int split;        // CTAs of a cluster that share a tile, each with a part of the k blocks
-  int sum_part;     // blocks of a split sum that a rank owns; see router_tile.cuh
-  int sums_offset;  // of a split's sums from the stages: 0 where they lie over these, else behind the barriers
-  int weight_columns;  // of one weight copy: 64 where k is a multiple of 32 (fp32), else one 128-byte box
-  int stages;
-  int prefetch;     // 1: weights may be read before the predecessor has ended
-  int l2_prefetch;  // 1: what the first stages don't hold is brought to L2 before the predecessor has ended
 };
 
 struct TopkParams {

@@ -209,10 +209,6 @@ struct TileBlock {
   static constexpr int kTokenBlocks = NT / 8;
   static constexpr int kBlocks = WM * kTokenBlocks;
   static constexpr int kBytes = 2048;
-
-  static __device__ __forceinline__ int owned(const TileParams& p, int rank) {
-    return (kBlocks - rank + p.split - 1) / p.split;
-  }
 };
 
 // Stores quads of one thread.
@@ -221,8 +217,10 @@ struct TileStore {
   int64_t stride;
   int64_t tokens_left;
   int rows_left;
+  bool whole;  // the tile has no row or token outside
 
-  __device__ __forceinline__ TileStore(const TileParams& p, int row0, int64_t token0, int thread) {
+  __device__ __forceinline__ TileStore(const TileParams& p, int row0, int rows, int64_t token0, int tokens,
+                                       int thread) {
     const int lane = thread % 32;
     const int row = row0 + thread / 32 * 16 + 2 * (lane / 4 % 4) + lane / 16;
     const int64_t token = token0 + 2 * (lane % 4);
@@ -230,9 +228,17 @@ struct TileStore {
     y = p.y + token * stride + row;
     rows_left = p.n - row;
     tokens_left = p.m - token;
+    whole = row0 + rows <= p.n && token0 + tokens <= p.m;
   }
   __device__ __forceinline__ void operator()(int row_group, int token_block, float4 v) const {
     float* target = y + 8 * token_block * stride + 64 * row_group;
+    if (whole) {
+      target[0] = v.x;
+      target[8] = v.z;
+      target[stride] = v.y;
+      target[stride + 8] = v.w;
+      return;
+    }
     const int64_t tokens = tokens_left - 8 * token_block;
     const int rows = rows_left - 64 * row_group;
     if (tokens > 0) {
@@ -266,26 +272,26 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   const int rank = blockIdx.x;
   const bool producer = group == Shape::kConsumers;
 
-  if (threadIdx.x < 32) {
-    if (threadIdx.x < p.stages) {
-      mbarrier_init(memory.full + threadIdx.x * 8, 1);
-      mbarrier_init(memory.empty + threadIdx.x * 8, 4 * Shape::kConsumers);
-    }
-    if (threadIdx.x == 31 && p.split > 1) {
+  // Barriers by one thread of each warp: threads of a warp would take turns. Each producer makes those of the slots
+  // that it fills, and requests its first weights before the CTA has met.
+  const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+  TileProducer<WM, WK, WN, NT, kWeight> fill(p, warp - 4 * Shape::kConsumers, &weight_map, &x_map, memory);
+  if (threadIdx.x % 32 == 0) {
+    if (producer) {
+      fill.start();
+    } else if (warp == 0 && p.split > 1) {
       mbarrier_init(memory.sums_barrier, 1);
-      mbarrier_arrive_expect_tx(memory.sums_barrier, Block::owned(p, rank) * (p.split - 1) * Block::kBytes);
+      const int owned = p.sum_blocks + (rank < p.sum_extra);
+      mbarrier_arrive_expect_tx(memory.sums_barrier, owned * (p.split - 1) * Block::kBytes);
+      mbarrier_init_fence();
     }
-    mbarrier_init_fence();
-  } else if (threadIdx.x == kConsumerThreads) {
-    tma_prefetch_map(&weight_map);
-    tma_prefetch_map(&x_map);
   }
   __syncthreads();
   if (sums_apart) cluster_arrive_relaxed();  // the barriers of all ranks exist before a sum is sent
   if (producer) {
     if constexpr (Shape::kConsumers == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x % 32 == 0) {
-      produce_tiles<WM, WK, WN, NT, kWeight>(p, (threadIdx.x - kConsumerThreads) / 32, &weight_map, &x_map, memory);
+      fill.run();
     } else {
       pdl_wait();
       pdl_trigger();
@@ -344,12 +350,19 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   const auto owns_block = [&](int b) { return WK == 1 || (b < kBlocks / 2) == (wk == 0); };
 
   const int64_t token0 = static_cast<int64_t>(blockIdx.z) * NT;
-  const TileStore store(p, blockIdx.y * Shape::kRows, token0, thread);
+  const TileStore store(p, blockIdx.y * Shape::kRows, Shape::kRows, token0, NT, thread);
   if (p.split == 1) {
+    const auto store_all = [&] {
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if (owns_block(b))
-        store(wm, wn * kBlocks + b, make_float4(sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]));
+      for (int b = 0; b < kBlocks; ++b) {
+        if (owns_block(b))
+          store(wm, wn * kBlocks + b, make_float4(sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]));
+      }
+    };
+    if (store.whole) {
+      store_all();
+    } else {
+      store_all();
     }
     return;
   }
@@ -378,7 +391,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
     }
     if (++owner == p.split) owner = 0, ++index;
   }
-  if (Block::owned(p, rank) == 0) return;
+  if (rank >= Block::kBlocks) return;
   mbarrier_wait(memory.sums_barrier, 0);
   // The blocks of this k group's that this rank owns.
   const int begin = WK == 2 && wk == 1 ? kBlocks / 2 : 0;

@@ -35,8 +35,9 @@ struct TileShape {
   static constexpr int kWeightBytes = kHalfBytes * kBoxes;
   static constexpr int kStageBytes = tile_stage_bytes(kRows, WK, NT, kWeight);
   static_assert(kStageBytes % 1024 == 0 && kTokens * kStageK * 2 % 512 == 0, "swizzled rows are aligned");
-  // Stages requested before the first has come: with large ones, a CTA that starts late waits for everybody's.
-  static constexpr int kBurst = WM == 1 && NT >= 192 ? 2 : kTileMaxStages;
+  // Stages requested before the first has come: all where the call starts under its predecessor, else few, since a CTA
+  // that starts late waits for everybody's.
+  static constexpr int kBurst = kConsumers == 1 ? kTileMaxStages : WM == 1 && NT >= 192 ? 2 : kProducers;
 };
 
 __device__ __forceinline__ float2 load_shared_pair(uint32_t smem) {
@@ -91,82 +92,110 @@ struct TileBlocks {
 
 // The thread of producer warp `warp`: fills every kProducers-th slot of the ring with this CTA's part of k.
 template <int WM, int WK, int WN, int NT, Weight kWeight>
-__device__ __forceinline__ void produce_tiles(const TileParams& p, int warp, const CUtensorMap* weight_map,
-                                              const CUtensorMap* x_map, const TileMemory& memory) {
+struct TileProducer {
   using Shape = TileShape<WM, WK, WN, NT, kWeight>;
-  constexpr int kProducers = Shape::kProducers;
-  const TileBlocks blocks(p, blockIdx.x);
-  const int total = blocks.count * Shape::kBlockStages;
-  const int k0 = blocks.first * Shape::kBlockK;
-  const int row0 = blockIdx.y * Shape::kRows;
-  const int token0 = blockIdx.z * NT;
+  static constexpr int kProducers = Shape::kProducers;
+  // Weights requested before the tokens of the first stage: all where the call starts under its predecessor; else few,
+  // or the first tokens would queue behind them.
+  static constexpr int kAhead = Shape::kConsumers == 1 ? kTileMaxStages : 2;
 
-  const auto load_weight = [&](int slot, int i) {
+  const TileParams& p;
+  int warp;
+  const CUtensorMap* weight_map;
+  const CUtensorMap* x_map;
+  const TileMemory& memory;
+  int total, k0, row0, token0;
+
+  __device__ __forceinline__ TileProducer(const TileParams& p, int warp, const CUtensorMap* weight_map,
+                                          const CUtensorMap* x_map, const TileMemory& memory)
+      : p(p), warp(warp), weight_map(weight_map), x_map(x_map), memory(memory) {
+    const TileBlocks blocks(p, blockIdx.x);
+    total = blocks.count * Shape::kBlockStages;
+    k0 = blocks.first * Shape::kBlockK;
+    row0 = blockIdx.y * Shape::kRows;
+    token0 = blockIdx.z * NT;
+  }
+
+  __device__ __forceinline__ void load_weight(int slot, int i) const {
     const uint32_t barrier = memory.full + slot * 8;
     const uint32_t target = memory.stages + slot * Shape::kStageBytes;
     const int k = k0 + i * Shape::kStageK;
+    mbarrier_arrive_expect_tx(barrier, Shape::kStageBytes);
     if (Shape::kBoxes == 2 && p.weight_columns == 64) {  // the map has chunks of 32 columns, two to a copy
       tma_load_3d(target, weight_map, barrier, 0, row0, k / 32);
     } else {
       tma_load_3d(target, weight_map, barrier, k, row0, 0);
       if (Shape::kBoxes == 2) tma_load_3d(target + Shape::kHalfBytes, weight_map, barrier, k + 32, row0, 0);
     }
-  };
-  const auto load_x = [&](int slot, int i) {
+  }
+  __device__ __forceinline__ void load_x(int slot, int i) const {
     tma_load_2d(memory.stages + slot * Shape::kStageBytes + Shape::kWeightBytes, x_map, memory.full + slot * 8,
                 k0 + i * Shape::kStageK, token0);
-  };
-
-  // Weights requested before the tokens of the first stage: all where the call starts under its predecessor; else few,
-  // or the first tokens would queue behind them.
-  constexpr int kAhead = Shape::kConsumers == 1 ? kTileMaxStages : 2;
-  const int early = min(p.stages, total);
-  const int ahead = min(early, kAhead);
-  if (!p.prefetch) pdl_wait();
-#pragma unroll 1
-  for (int i = warp; i < ahead; i += kProducers) {
-    mbarrier_arrive_expect_tx(memory.full + i * 8, Shape::kStageBytes);
-    load_weight(i, i);
   }
-  if (Shape::kConsumers == 1 && p.l2_prefetch) {
+
+  // Before the CTA's first barrier, which takes time: this thread's slots of the ring, and their first copies.
+  __device__ __forceinline__ void start() const {
+    if (warp == 0) tma_prefetch_map(weight_map);
+    if (warp == 1) tma_prefetch_map(x_map);
 #pragma unroll 1
-    for (int i = warp; i < total; i += kProducers) {
-      const int k = k0 + i * Shape::kStageK;
-      const int turn = i / kProducers;  // what the CTAs of a row or column of tiles share is divided among them
-      if (turn % gridDim.y == blockIdx.y) tma_prefetch_2d(x_map, k, token0);
-      if (i >= ahead && turn % gridDim.z == blockIdx.z) {
-        if (Shape::kBoxes == 2 && p.weight_columns == 64) {
-          tma_prefetch_3d(weight_map, 0, row0, k / 32);
-        } else {
-          tma_prefetch_3d(weight_map, k, row0, 0);
-          if (Shape::kBoxes == 2) tma_prefetch_3d(weight_map, k + 32, row0, 0);
+    for (int slot = warp; slot < p.stages; slot += kProducers) {
+      mbarrier_init(memory.full + slot * 8, 1);
+      mbarrier_init(memory.empty + slot * 8, 4 * Shape::kConsumers);
+    }
+    mbarrier_init_fence();
+    const int early = min(p.stages, total);
+    const int ahead = min(early, kAhead);
+    if (!p.prefetch) pdl_wait();
+#pragma unroll 1
+    for (int i = warp; i < ahead; i += kProducers) load_weight(i, i);
+    if (Shape::kConsumers == 1 && p.l2_prefetch) {
+#pragma unroll 1
+      for (int i = warp; i < total; i += kProducers) {
+        const int k = k0 + i * Shape::kStageK;
+        const int turn = i / kProducers;  // what the CTAs of a row or column of tiles share is divided among them
+        if (turn % gridDim.y == blockIdx.y) tma_prefetch_2d(x_map, k, token0);
+        if (i >= ahead && turn % gridDim.z == blockIdx.z) {
+          if (Shape::kBoxes == 2 && p.weight_columns == 64) {
+            tma_prefetch_3d(weight_map, 0, row0, k / 32);
+          } else {
+            tma_prefetch_3d(weight_map, k, row0, 0);
+            if (Shape::kBoxes == 2) tma_prefetch_3d(weight_map, k + 32, row0, 0);
+          }
         }
       }
     }
-  }
-  if (p.prefetch) pdl_wait();
-  pdl_trigger();
+    if (p.prefetch) pdl_wait();
+    pdl_trigger();
 #pragma unroll 1
-  for (int i = warp; i < early; i += kProducers) {
-    if (i >= Shape::kBurst) mbarrier_wait(memory.full + (i - Shape::kBurst) * 8, 0);
-    if (i >= ahead) {
-      mbarrier_arrive_expect_tx(memory.full + i * 8, Shape::kStageBytes);
-      load_weight(i, i);
-    }
-    load_x(i, i);
-  }
-  // A slot is always refilled by the same thread: waiting by parity, it must not miss a phase of it.
-  uint32_t phase = 0;
-#pragma unroll 1
-  for (int first = p.stages; first < total; first += p.stages, phase ^= 1) {
-#pragma unroll 1
-    for (int slot = warp; slot < p.stages && first + slot < total; slot += kProducers) {
-      mbarrier_wait(memory.empty + slot * 8, phase);
-      mbarrier_arrive_expect_tx(memory.full + slot * 8, Shape::kStageBytes);
-      load_weight(slot, first + slot);
-      load_x(slot, first + slot);
+    for (int i = warp; i < min(early, Shape::kBurst); i += kProducers) {
+      if (i >= kAhead) load_weight(i, i);
+      load_x(i, i);
     }
   }
-}
+
+  // Then the copies of all the rest.
+  __device__ __forceinline__ void run() const {
+    if constexpr (Shape::kBurst < kTileMaxStages) {
+#pragma unroll 1
+      for (int i = warp; i < min(p.stages, total); i += kProducers) {
+        if (i < Shape::kBurst) continue;
+        mbarrier_wait(memory.full + (i - Shape::kBurst) * 8, 0);
+        load_weight(i, i);
+        load_x(i, i);
+      }
+    }
+    // A slot is always refilled by the same thread: waiting by parity, it must not miss a phase of it.
+    uint32_t phase = 0;
+#pragma unroll 1
+    for (int first = p.stages; first < total; first += p.stages, phase ^= 1) {
+#pragma unroll 1
+      for (int slot = warp; slot < p.stages && first + slot < total; slot += kProducers) {
+        mbarrier_wait(memory.empty + slot * 8, phase);
+        load_weight(slot, first + slot);
+        load_x(slot, first + slot);
+      }
+    }
+  }
+};
 
 }  // namespace hpc::router

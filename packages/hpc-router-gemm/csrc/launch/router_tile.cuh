@@ -82,6 +82,8 @@ void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
   params.k_extra = k_blocks % config.split;
   params.split = config.split;
   params.sum_part = tile_sum_part(config.rows, config.tokens, config.split);
+  params.sum_blocks = config.rows / 64 * (config.tokens / 8) / config.split;
+  params.sum_extra = config.rows / 64 * (config.tokens / 8) % config.split;
   params.sums_offset =
       config.sums_apart ? tile_sums_offset(config.rows, config.k_groups, config.tokens, kWeight, config.stages) : 0;
   params.weight_columns = paired ? 64 : 128 / weight_bytes(kWeight);
