@@ -146,9 +146,8 @@ struct WgmmaTile {
 };
 constexpr StreamTile kStreamTiles[] = {{16, 8},  {16, 16}, {16, 32}, {16, 64}, {32, 8}, {32, 16},
                                        {32, 32}, {32, 64}, {48, 8},  {48, 16}, {48, 32}};
-constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},   {64, 1, 64},   {64, 1, 104}, {64, 1, 128},
-                                     {64, 1, 208},  {64, 2, 104},  {64, 2, 128}, {64, 2, 192, 2},
-                                     {128, 1, 104}, {128, 1, 128}, {128, 1, 192}};
+constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},  {64, 1, 64},  {64, 1, 104},    {64, 1, 128},  {64, 1, 208},
+                                     {64, 2, 104}, {64, 2, 128}, {64, 2, 192, 2}, {128, 1, 128}, {128, 1, 192}};
 
 // Whether two CTAs of a Config fit on an SM, so that the next call's start beside this one's.
 inline bool shares_sm(const Config& c) {
