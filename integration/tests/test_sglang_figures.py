@@ -1,37 +1,24 @@
 """The README's table and the plot are what figures.py makes of the results that are committed."""
 
-import importlib.util
 import json
-import pathlib
+from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-
-SCRIPT = pathlib.Path(__file__).parents[1] / "benchmarks" / "figures.py"
+from hpc_common.testing import check_figures, load_script
 
 
 @pytest.fixture(scope="module")
 def figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sglang_figures", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(Path(__file__).parent.parent / "benchmarks" / "figures.py", "sglang_figures")
 
 
-def test_they_are_up_to_date(figures: ModuleType) -> None:
-    assert figures.main(["--check"]) == 0
+def test_they_are_what_the_results_make(figures: ModuleType) -> None:
+    def change(rows: list[dict]) -> None:
+        next(row for row in rows if "step_ms" in row)["step_ms"] *= 2
 
-
-def test_other_results_give_other_files(figures: ModuleType) -> None:
-    document = json.loads(figures.RESULTS.read_text())
-    readme = figures.README.read_text()
-    before = figures.outputs(document, readme)
-    next(entry for entry in document["rows"] if "step_ms" in entry)["step_ms"] *= 2
-    after = figures.outputs(document, readme)
-    assert [path.name for path in before if before[path] != after[path]] == ["README.md", "tpot.svg"]
-    with pytest.raises(ValueError, match="once each"):
-        figures.outputs(document, readme.replace(figures.END, ""))
+    check_figures(figures, change, ["README.md", "tpot.svg"])
 
 
 def test_the_plot_has_every_row_of_both_backends(figures: ModuleType) -> None:

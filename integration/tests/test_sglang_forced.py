@@ -1,23 +1,19 @@
 """benchmarks/forced.py: the block FP8 checkpoint, and what counts as an answer."""
 
-import importlib.util
 import json
 import pathlib
-import sys
 from types import ModuleType
 
 import pytest
 import torch
+from hpc_common.testing import load_script
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "benchmarks" / "forced.py"
 
 
 @pytest.fixture(scope="module")
 def forced() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("forced", SCRIPT)
-    module = sys.modules["forced"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT, "forced")
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (200, 300), (4, 128)])

@@ -1,7 +1,6 @@
 """benchmarks/serving.py with engines that are not there: what is asked of whom, what is kept, what a failure leaves."""
 
 import argparse
-import importlib.util
 import json
 import pathlib
 import sys
@@ -9,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hpc_common.testing import load_script
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 CHILD = """
@@ -33,9 +33,7 @@ for line in sys.stdin:
 @pytest.fixture
 def serving(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location("serving", BENCHMARKS / "serving.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(BENCHMARKS / "serving.py", "serving")
     (tmp_path / "serving_child.py").write_text(CHILD)
     monkeypatch.setattr(module, "HERE", tmp_path)
     return module

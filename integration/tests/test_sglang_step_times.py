@@ -1,22 +1,18 @@
 """benchmarks/step_times.py: a trace of SGLang's profiler, made by hand, taken apart."""
 
 import gzip
-import importlib.util
 import json
 import pathlib
 from types import ModuleType
 from typing import Any
 
 import pytest
+from hpc_common.testing import load_script
 
 
 @pytest.fixture(scope="module")
 def step_times() -> ModuleType:
-    path = pathlib.Path(__file__).parents[1] / "benchmarks" / "step_times.py"
-    spec = importlib.util.spec_from_file_location("step_times", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(pathlib.Path(__file__).parents[1] / "benchmarks" / "step_times.py", "step_times")
 
 
 def kernel(name: str, start: float, dur: float, correlation: int) -> dict[str, Any]:

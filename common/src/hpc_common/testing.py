@@ -1,9 +1,15 @@
 """pytest plugin: the poison helpers as fixtures, and the devices a support table allows as parameters.
 
-Loaded by ``pytest_plugins = ["hpc_common.testing"]`` in a root conftest.
+Loaded by ``pytest_plugins = ["hpc_common.testing"]`` in a root conftest. Also scripts as modules (those of benchmarks/
+are on no import path), and what every package's figures.py is held to.
 """
 
+import importlib.util
+import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -64,3 +70,30 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def load_script(path: Path, name: str) -> ModuleType:
+    """A Python file as the module ``name``, made anew and entered in sys.modules (its dataclasses look there)."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path}: not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_figures(figures: ModuleType, change: Callable[[list[dict[str, Any]]], None], changed: list[str]) -> None:
+    """What a figures.py (see ``hpc_common.generated``) is held to.
+
+    Its files are those of the committed results; rows after ``change`` make others of the files named ``changed``, and
+    no more; a README without both markers is refused.
+    """
+    assert figures.main(["--check"]) == 0
+    document = json.loads(figures.RESULTS.read_text())
+    readme = figures.README.read_text()
+    before = figures.outputs(document, readme)
+    change(document["rows"])
+    after = figures.outputs(document, readme)
+    assert [path.name for path in before if before[path] != after[path]] == changed
+    with pytest.raises(ValueError, match="once each"):
+        figures.outputs(document, readme.replace(figures.END, ""))

@@ -1,36 +1,23 @@
 """The README's tables are what figures.py makes of the committed results; sweeps become a plot."""
 
-import importlib.util
-import json
-import pathlib
+from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-
-SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks" / "figures.py"
+from hpc_common.testing import check_figures, load_script
 
 
 @pytest.fixture(scope="module")
 def figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("attention_figures", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(Path(__file__).parent.parent / "benchmarks" / "figures.py", "attention_figures")
 
 
-def test_they_are_up_to_date(figures: ModuleType) -> None:
-    assert figures.main(["--check"]) == 0
+def test_they_are_what_the_results_make(figures: ModuleType) -> None:
+    def change(rows: list[dict]) -> None:
+        rows[0]["us"] *= 2
 
-
-def test_other_results_give_other_tables(figures: ModuleType) -> None:
-    document = json.loads(figures.RESULTS.read_text())
-    readme = figures.README.read_text()
-    before = figures.outputs(document, readme)[figures.README]
-    document["rows"][0]["us"] *= 2
-    assert figures.outputs(document, readme)[figures.README] != before
-    with pytest.raises(ValueError, match="once each"):
-        figures.outputs(document, readme.replace(figures.END, ""))
+    check_figures(figures, change, ["README.md"])
 
 
 def test_a_peer_has_a_column_and_sweeps_have_a_panel_each(figures: ModuleType) -> None:

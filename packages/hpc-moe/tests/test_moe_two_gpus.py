@@ -1,15 +1,14 @@
 """Two GPUs: a call on the one that is not current, and an expert-parallel layer that ends in an all-reduce."""
 
-import importlib.util
 import pathlib
 import socket
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hpc_common.poison import bits
+from hpc_common.testing import load_script
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,10 +76,5 @@ def test_an_expert_parallel_layer_with_an_all_reduce(moe_case: CaseMaker) -> Non
 
 def child(rank: int, port: int) -> None:
     """The spawned process finds this folder's conftest, not another's."""
-    path = pathlib.Path(__file__).parent / "conftest.py"
-    spec = importlib.util.spec_from_file_location("moe_conftest", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["moe_conftest"] = module
-    spec.loader.exec_module(module)
-    rank_of_a_layer(rank, module.make_case, port)
+    conftest = load_script(pathlib.Path(__file__).parent / "conftest.py", "moe_conftest")
+    rank_of_a_layer(rank, conftest.make_case, port)
