@@ -129,11 +129,8 @@ def expected(quant: str, batch: tuple[torch.Tensor, ...], made: dict[str, torch.
 
 
 def check(result: torch.Tensor, want: torch.Tensor, limit: float = 0.006) -> None:
-    """Relative RMS within hpc_moe's promise (sums over ranks add their own roundings to bf16).
-
-    On a GPU, sums of FP8 products have 14 bits: a few tokens may be up to 0.04 off, of which one has few here.
-    """
-    assert error(result, want).relative_rms <= (max(limit, 0.01) if result.is_cuda else limit)
+    """Relative RMS within hpc_moe's promise (sums over ranks add their own roundings to bf16)."""
+    assert error(result, want).relative_rms <= limit
 
 
 @pytest.fixture(autouse=True)
