@@ -26,6 +26,10 @@ PTX = (
 FAULTS = {
     1: ("full, k * 128, 0, 0, row", "full, (emulation::fault == 1 && k == 1 ? 0 : k * 128), 0, 0, row"),
     2: ("s.token[row]", "s.token[emulation::fault == 2 && row > 0 ? row - 1 : row]"),
+    # The weights loaded ahead of the index are taken for another task's.
+    3: ("if (first.expert != guess.expert ||", "if (emulation::fault != 3) if (first.expert != guess.expert ||"),
+    # The second tile's rows are the first's.
+    4: ("row_to_slot[tile_row + rows + thread]", "row_to_slot[tile_row + (emulation::fault == 4 ? 0 : rows) + thread]"),
 }
 CASES = (
     "tensor,9,2,3,256,192,2,random,0,32",
@@ -100,4 +104,4 @@ def test_each_kernel_against_double_precision(program: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(program: pathlib.Path, fault: int) -> None:
-    assert run(program, fault, CASES[0], CASES[8]).returncode == 1
+    assert run(program, fault, CASES[0], CASES[6], CASES[8]).returncode == 1
