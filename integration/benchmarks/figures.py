@@ -11,13 +11,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpc_common.generated import between, command
+from hpc_common.generated import RESULTS_BEGIN, RESULTS_END, between, command
 
 HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "h200.json"
 README = HERE.parent / "README.md"
-BEGIN = "<!-- results: begin; written by benchmarks/figures.py from benchmarks/results/h200.json -->"
-END = "<!-- results: end -->"
 
 # Milliseconds a token of the same model, SGLang and GPU in runs of 2026-11-29: with upstream's package under the names
 # hpc_ops, and the goal, at which attention and experts would run at their kernels' goals and the rest as it is.
@@ -109,7 +107,7 @@ def plot(document: Mapping[str, Any]) -> str:
 def outputs(document: Mapping[str, Any], readme: str) -> dict[pathlib.Path, str]:
     """What every file should hold. ValueError where the README has not both markers once."""
     return {
-        README: between(readme, BEGIN, END, table(document)),
+        README: between(readme, RESULTS_BEGIN, RESULTS_END, table(document)),
         RESULTS.with_name("tpot.svg"): plot(document),
     }
 

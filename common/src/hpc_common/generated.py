@@ -8,6 +8,10 @@ from typing import Any
 
 Outputs = Callable[[Mapping[str, Any], str], Mapping[pathlib.Path, str]]
 
+# What a package's README has around its measured times.
+RESULTS_BEGIN = "<!-- results: begin; written by benchmarks/figures.py from benchmarks/results/h200.json -->"
+RESULTS_END = "<!-- results: end -->"
+
 
 def between(text: str, begin: str, end: str, inside: str) -> str:
     """``text`` with what lies between the lines ``begin`` and ``end`` replaced by ``inside``.

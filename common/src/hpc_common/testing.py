@@ -17,6 +17,7 @@ import torch
 
 from . import poison
 from .capability import Support, lookup
+from .generated import RESULTS_END
 
 
 def device_params(table: Iterable[Support], operator: str, *features: str) -> list[Any]:
@@ -96,4 +97,4 @@ def check_figures(figures: ModuleType, change: Callable[[list[dict[str, Any]]], 
     after = figures.outputs(document, readme)
     assert [path.name for path in before if before[path] != after[path]] == changed
     with pytest.raises(ValueError, match="once each"):
-        figures.outputs(document, readme.replace(figures.END, ""))
+        figures.outputs(document, readme.replace(RESULTS_END, ""))

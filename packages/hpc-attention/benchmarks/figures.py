@@ -11,15 +11,13 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from hpc_common.generated import between, command
+from hpc_common.generated import RESULTS_BEGIN, RESULTS_END, between, command
 from hpc_common.lengths import parse_lengths
 from hpc_common.timing import floor_us
 
 HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "h200.json"
 README = HERE.parent / "README.md"
-BEGIN = "<!-- results: begin; written by benchmarks/figures.py from benchmarks/results/h200.json -->"
-END = "<!-- results: end -->"
 
 # op, heading, bytes of keys and values a token
 TABLES = (
@@ -158,7 +156,7 @@ def outputs(document: Mapping, readme: str) -> dict[pathlib.Path, str]:
     if any(f"{prefix}-{kind}" in times for prefix, *_ in PLOTS for kind, _ in SERIES):
         found[RESULTS.with_name("scaling.svg")] = plot(times, f"decode, {document['device']}, {document['date']}")
         text += "\n\n![Time against tokens, batch, q_len and ratio of heads](benchmarks/results/scaling.svg)"
-    found[README] = between(readme, BEGIN, END, text)
+    found[README] = between(readme, RESULTS_BEGIN, RESULTS_END, text)
     return found
 
 

@@ -5,6 +5,7 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
+from hpc_common.generated import RESULTS_BEGIN, RESULTS_END
 from hpc_common.testing import check_figures, load_script
 
 
@@ -29,7 +30,7 @@ def test_a_peer_has_a_column_and_sweeps_have_a_panel_each(figures: ModuleType) -
     rows += [row(f"tokens-{kind}", f"{n}K", n + 1.0) for kind in ("e4m3", "bf16") for n in (8, 16, 32)]
     rows += [row("q_len-e4m3", f"{n}", 20.0 + n) for n in (1, 2, 4)]
     document = {"device": "a GPU", "date": "2026-01-01", "rows": rows}
-    found = figures.outputs(document, f"x\n{figures.BEGIN}\n{figures.END}\ny\n")
+    found = figures.outputs(document, f"x\n{RESULTS_BEGIN}\n{RESULTS_END}\ny\n")
     text = found[figures.README]
     assert (
         "| 1x4K | 1.2 | 2.0 | 2.5 | 0.42 | 9.9 |" in text and "FlashInfer" in text and "`skew-e4m3`: 64x4K 20.0" in text

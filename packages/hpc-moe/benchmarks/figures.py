@@ -13,14 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from hpc_common.generated import between, command
+from hpc_common.generated import RESULTS_BEGIN, RESULTS_END, between, command
 from hpc_common.timing import floor_us
 
 HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "h200.json"
 README = HERE.parent / "README.md"
-BEGIN = "<!-- results: begin; written by benchmarks/figures.py from benchmarks/results/h200.json -->"
-END = "<!-- results: end -->"
 TOP_K = 8
 
 # op (None: the floor), heading, colour, dashes
@@ -142,7 +140,7 @@ def plot(document: Mapping) -> str:
 def outputs(document: Mapping, readme: str) -> dict[pathlib.Path, str]:
     """What every file should hold. ValueError where the README has not both markers once."""
     return {
-        README: between(readme, BEGIN, END, table(document)),
+        README: between(readme, RESULTS_BEGIN, RESULTS_END, table(document)),
         RESULTS.with_name("latency.svg"): plot(document),
     }
 

@@ -11,13 +11,11 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from hpc_common.generated import between, command
+from hpc_common.generated import RESULTS_BEGIN, RESULTS_END, between, command
 
 HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "h200.json"
 README = HERE.parent / "README.md"
-BEGIN = "<!-- results: begin; written by benchmarks/figures.py from benchmarks/results/h200.json -->"
-END = "<!-- results: end -->"
 
 # (op, provider), heading, colour, dashes
 SERIES = (
@@ -136,7 +134,7 @@ def outputs(document: Mapping, readme: str) -> dict[pathlib.Path, str]:
     latency = plot(values_of(document, "cold", "us"), f"Latency of router scores, {where}", "microseconds a call, cold")
     error = plot(values_of(document, "error", "largest"), f"Largest error, {where}", "against float64, standard normal")
     return {
-        README: between(readme, BEGIN, END, table(document)),
+        README: between(readme, RESULTS_BEGIN, RESULTS_END, table(document)),
         RESULTS.with_name("latency.svg"): latency,
         RESULTS.with_name("error.svg"): error,
     }
