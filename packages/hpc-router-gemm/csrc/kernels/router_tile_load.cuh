@@ -133,7 +133,7 @@ struct TileProducer {
                 k0 + i * Shape::kStageK, token0);
   }
 
-  // Before the CTA's first barrier, which takes time: this thread's slots of the ring, and their first copies.
+  // Before the CTA's first barrier, which takes time: this thread's slots of the ring, and mostly their first copies.
   __device__ __forceinline__ void start() const {
     if (warp == 0) tma_prefetch_map(weight_map);
     if (warp == 1) tma_prefetch_map(x_map);
@@ -143,6 +143,14 @@ struct TileProducer {
       mbarrier_init(memory.empty + slot * 8, 4 * Shape::kConsumers);
     }
     mbarrier_init_fence();
+    if (!meets_first()) copy_first();
+  }
+
+  // Whether the first copies follow the CTA's barrier: where the CTA is there before its predecessor's end, waiting in
+  // start() would hold up the consumers instead.
+  __device__ __forceinline__ bool meets_first() const { return Shape::kConsumers == 1 && p.l2_prefetch; }
+
+  __device__ __forceinline__ void copy_first() const {
     const int early = min(p.stages, total);
     const int ahead = min(early, kAhead);
     if (!p.prefetch) pdl_wait();
@@ -175,6 +183,7 @@ struct TileProducer {
 
   // Then the copies of all the rest.
   __device__ __forceinline__ void run() const {
+    if (meets_first()) copy_first();
     if constexpr (Shape::kBurst < kTileMaxStages) {
 #pragma unroll 1
       for (int i = warp; i < min(p.stages, total); i += kProducers) {
