@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=JSON", help="more engine arguments")
     parser.add_argument("--settings", default="{}", help="JSON, changes to the model's configuration")
     parser.add_argument("--longest", type=int, default=1 << 20, help="leave out longer prompts")
+    parser.add_argument("--logs", help="keep what the engines say in this folder")
     parser.add_argument("--port", type=int, default=28761, help="first of the engines' own")
     options = parser.parse_args()
     more = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in options.engine)}
@@ -70,15 +71,16 @@ def main() -> None:
     table, good = [], True
     with tempfile.TemporaryDirectory() as folder:
         cases = options.case or list(CASES)
+        backends = options.backend or ["triton", "fa3", "hpc"]
+        lanes = {case: [lane(case, backend, folder, more) for backend in backends] for case in cases}
+        started = [(case, one) for case in cases for one in lanes[case]]
+        logs = options.logs or folder
+        for number, (case, one) in enumerate(started):
+            one.start(f"{logs}/{case}-{one.name}.json", lengths, options.port + 10 * number)
         make_checkpoint(f"{folder}/bf16", json.loads(options.settings))
         if "experts" in cases:
             quantise_checkpoint(f"{folder}/bf16", f"{folder}/fp8")
         print(f"checkpoints: {time.perf_counter() - begin:.0f} s", flush=True)
-        backends = options.backend or ["triton", "fa3", "hpc"]
-        lanes = {case: [lane(case, backend, folder, more) for backend in backends] for case in cases}
-        started = [(case, one) for case in cases for one in lanes[case]]
-        for number, (case, one) in enumerate(started):
-            one.start(f"{folder}/{case}-{one.name}.json", lengths, options.port + 10 * number)
         for case, one in started:
             if not one.finish():
                 good = False

@@ -11,11 +11,15 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 MODEL = dict(
+    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", torch_dtype="bfloat16", hidden_act="silu",
+    attention_bias=False, attention_dropout=0.0, use_cache=True, rms_norm_eps=1e-6, rope_theta=1000000.0,
+    decoder_sparse_step=1, mlp_only_layers=[],
     vocab_size=4096, hidden_size=1024, intermediate_size=1024, moe_intermediate_size=512, num_hidden_layers=6,
     num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=16, num_experts_per_tok=4,
     norm_topk_prob=True, max_position_embeddings=16384, initializer_range=0.15, tie_word_embeddings=False,
@@ -30,20 +34,55 @@ ENGINE = dict(
     disable_prefill_cuda_graph=True,  # their capture takes longer than all the rest
     sleep_on_idle=True,  # many engines start side by side
 )  # fmt: skip
+CHECKPOINT_S = 120  # that an engine waits for its checkpoint
 BLOCK = 128
 E4M3_MAX = 448.0
 
 
 def make_checkpoint(folder: str, settings: dict[str, Any]) -> None:
-    """A random model in bf16, as transformers saves it."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    """A random model in bf16, named as transformers names a Qwen3-MoE's tensors. config.json is written last.
 
-    torch.manual_seed(1)
+    Made without transformers, whose import takes longer than all of this.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    config = {**MODEL, **settings}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**MODEL, **settings})).to(torch.bfloat16)
-    model.cpu().save_pretrained(folder)
+    generator = torch.Generator(device).manual_seed(1)
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = (config[f"num_{kind}_heads"] * dim for kind in ("attention", "key_value"))
+    inner = config["moe_intermediate_size"]
+    tensors = {"model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16)}
+
+    def matrix(name: str, rows: int, columns: int) -> None:
+        drawn = torch.randn((rows, columns), generator=generator, device=device) * config["initializer_range"]
+        tensors[f"{name}.weight"] = drawn.to(torch.bfloat16).cpu()
+
+    matrix("model.embed_tokens", config["vocab_size"], hidden)
+    matrix("lm_head", config["vocab_size"], hidden)
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        for name, size in (("input_layernorm", hidden), ("post_attention_layernorm", hidden),
+                           ("self_attn.q_norm", dim), ("self_attn.k_norm", dim)):  # fmt: skip
+            tensors[f"{layer}.{name}.weight"] = torch.ones(size, dtype=torch.bfloat16)
+        for name, size in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            matrix(f"{layer}.self_attn.{name}_proj", size, hidden)
+        matrix(f"{layer}.self_attn.o_proj", hidden, heads)
+        matrix(f"{layer}.mlp.gate", config["num_experts"], hidden)
+        for expert in range(config["num_experts"]):
+            for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+                matrix(f"{layer}.mlp.experts.{expert}.{name}_proj", rows, columns)
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file(tensors, pathlib.Path(folder, "model.safetensors"), {"format": "pt"})
+    write_config(folder, config)
+
+
+def write_config(folder: str, config: dict[str, Any]) -> None:
+    """config.json, whole from the moment it is there: engines that wait for a checkpoint look for it."""
+    whole = pathlib.Path(folder, "config.new")
+    whole.write_text(json.dumps(config))
+    whole.rename(pathlib.Path(folder, "config.json"))
 
 
 def to_block_fp8(weight: Any) -> tuple[Any, Any]:
@@ -75,7 +114,7 @@ def quantise_checkpoint(source: str, folder: str) -> None:
     config["quantization_config"] = dict(
         quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[BLOCK, BLOCK]
     )
-    pathlib.Path(folder, "config.json").write_text(json.dumps(config))
+    write_config(folder, config)
 
 
 @dataclass
@@ -95,7 +134,10 @@ class Lane:
     log: str = ""
 
     def start(self, out: str, lengths: list[int], port: int) -> None:
-        """Start the engine's process. port: of its own; engines that start together would take the same free one."""
+        """Start the engine's process, which waits for its checkpoint once SGLang is imported.
+
+        port: of its own; engines that start together would take the same free one.
+        """
         given = dict(model=self.model, arguments={**self.arguments, "nccl_port": port}, lengths=lengths, out=out)
         paths = os.pathsep.join(filter(None, (str(HERE / "probe"), os.environ.get("PYTHONPATH"))))
         self._out, self._lengths = out, lengths
@@ -136,6 +178,11 @@ def serve(given: dict[str, Any]) -> None:
 
     import sglang
 
+    end = time.monotonic() + CHECKPOINT_S
+    while not pathlib.Path(given["model"], "config.json").exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"no checkpoint in {given['model']} after {CHECKPOINT_S} s")
+        time.sleep(0.1)
     source = random.Random(3)
     prompts = [[source.randrange(MODEL["vocab_size"]) for _ in range(length)] for length in given["lengths"]]
     engine = sglang.Engine(model_path=given["model"], **{**ENGINE, **given["arguments"]})

@@ -36,8 +36,6 @@ def main() -> None:
     begin = time.perf_counter()
     good = True
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(f"{folder}/bf16", {})
-        quantise_checkpoint(f"{folder}/bf16", f"{folder}/fp8")
         lanes = {
             (ranks, name): Lane(name, f"{folder}/fp8", {**arguments, **parallel, **more}, gates=name == "hpc")
             for ranks, parallel in RANKS.items()
@@ -45,6 +43,8 @@ def main() -> None:
         }
         for number, ((ranks, name), lane) in enumerate(lanes.items()):
             lane.start(f"{folder}/{ranks}-{name}.json", list(LENGTHS), options.port + 20 * number)
+        make_checkpoint(f"{folder}/bf16", {})
+        quantise_checkpoint(f"{folder}/bf16", f"{folder}/fp8")
         for (ranks, name), lane in lanes.items():
             if not lane.finish():
                 good = False

@@ -1,7 +1,7 @@
 """Serving in SGLang, this package's plugin beside other backends: time a token, time to the first one, throughput.
 
     python3 serving.py --backend hpc --backend default --json results/h200.json     # then figures.py
-    python3 serving.py --backend hpc --soak 400
+    python3 serving.py --backend hpc --soak 4000
 
 Every backend serves the same model (dummy weights of Qwen3-30B-A3B-FP8's shape, or --config) in an engine of its own,
 one after the other or --together. A row is a batch: requests that arrive together with prompts of the lengths given.
@@ -13,9 +13,11 @@ Then the same prompts, now in the prefix cache, so that little but decode is lef
 Beside it stands the time of a decode step of the whole batch by SGLang's own count (``step_ms``), which no prefill and
 no arrival is part of.
 
-The rows are asked for unless --profile or --soak is. --profile says where a decode step's time goes, kernel by kernel.
-With --soak this package is given mixed requests, all at once. What is checked is that all of them end and that every
-logprob is a number; memory in use on the GPU before and after is in the row.
+--row, --profile, --soak and --wait are done in the order given; without any of them, all rows. --profile says where a
+decode step's time goes, kernel by kernel. With --soak this package is given mixed requests, in waves. All of them must
+end and every logprob must be a number; between waves the scheduler's process says what its allocator and this package
+hold, which must not grow after the first wave. --wait FILE waits for a file, so that rows are measured when another job
+has left the GPU; of a --soak just before it, waves still to come are left out once the file is there.
 """
 
 import argparse
@@ -26,6 +28,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from importlib import import_module, metadata
 from typing import Any
@@ -56,6 +59,8 @@ AZURE = (
     1299, 1303, 1313, 1314, 1408, 1443, 1461, 1630, 1792, 1822, 2106, 2113, 2121, 2743, 2786, 3305, 3530, 3900, 4093,
     4127, 4136,
 )  # fmt: skip
+WAVE = 100  # requests of --soak that are handed over at once
+GROWTH_MIB = 16  # that a soak may add to what torch has allocated: the prefix cache keeps tensors of its own
 ROWS = ("1x1K", "8x1K", "32x1K", "1x32K+15x1K", "64x1K", "azure")
 
 # name -> arguments of the engine, environment. All but ours run without this package's plugin.
@@ -104,11 +109,13 @@ class Child:
         given = {"arguments": {**ENGINE, **own, **arguments, **more}, "config": config}
         self.backend = backend
         self.rows: list[dict[str, Any]] = []
+        paths = [str(HERE / "probe_memory"), os.environ.get("PYTHONPATH")]
+        probe = {} if environment is WITHOUT else {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         kept = options.traces and pathlib.Path(options.traces, f"{backend}.log")
         self.log = open(kept, "w+") if kept else tempfile.TemporaryFile("w+")  # noqa: SIM115, the child's
         self.process = subprocess.Popen(
             [sys.executable, HERE / "serving_child.py", json.dumps(given)], text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self.log, env={**os.environ, **environment},
+            stdout=subprocess.PIPE, stderr=self.log, env={**os.environ, **environment, **probe},
         )  # fmt: skip
 
     def hear(self) -> bool:
@@ -135,6 +142,8 @@ class Child:
         if heard and command["do"] == "row":
             log = os.pread(self.log.fileno(), os.fstat(self.log.fileno()).st_size - start, start)  # the child writes on
             self.rows[-1]["step_ms"] = step_ms(log.decode(errors="replace"), len(command["lengths"]))
+        if heard and command["do"] == "soak":
+            join_waves(self.rows)
         return heard
 
     def end(self) -> None:
@@ -146,20 +155,60 @@ class Child:
         self.process.wait()
 
 
+def join_waves(rows: list[dict[str, Any]]) -> None:
+    """Make the last row, a wave of a soak, part of the row before it where that is a soak's too.
+
+    "memory" is then what was held after each wave, "grew" what was held more after the last one than after the first:
+    bytes of torch's allocator ("allocated", "reserved") and of this package by name.
+    """
+    wave = rows.pop()
+    if not rows or rows[-1]["row"] != wave["row"]:
+        rows.append({**wave, "waves": 0, "memory": [], "requests": 0, "prompt_tokens": 0, "tokens": 0, "seconds": 0.0})
+    soak = rows[-1]
+    soak["waves"] += 1
+    soak["memory"] = [*soak["memory"], wave["memory"]]
+    for name in ("requests", "prompt_tokens", "tokens", "seconds"):
+        soak[name] += wave[name]
+    first, last = soak["memory"][0], soak["memory"][-1]
+    soak["grew"] = {name: last[name] - first.get(name, 0) for name in last}
+
+
+def grown(rows: list[dict[str, Any]]) -> list[str]:
+    """What grew over a soak that must not: workspaces at all, torch's memory by more than GROWTH_MIB.
+
+    Page tables beyond the captured sizes are as large as the largest batch so far, in doublings. What torch reserves
+    depends on how blocks of all sizes fit; it is in the row and not held to anything.
+    """
+    free = dict.fromkeys(("allocated", "attention.tables"), GROWTH_MIB << 20)
+    return [
+        f"{entry['backend']} {entry['row']}: {name} grew by {more} bytes"
+        for entry in rows
+        for name, more in entry.get("grew", {}).items()
+        if name != "reserved" and more > free.get(name, 0)
+    ]
+
+
 def commands(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What every backend is asked, in this order."""
-    asked = [
-        {"do": "row", "row": row, "lengths": lengths_of(row), "tokens": options.tokens, "repeats": options.repeats,
-         "behind": options.behind}
-        for row in options.row
-    ]  # fmt: skip
-    asked += [
-        {"do": "profile", "row": row, "lengths": lengths_of(row), "tokens": 16, "behind": options.behind,
-         "folder": options.traces}
-        for row in options.profile
-    ]  # fmt: skip
-    if options.soak:
-        asked.append({"do": "soak", "count": options.soak, "longest": options.longest})
+    """What every backend is asked, in this order; {"do": "wait"} is for nobody."""
+    tasks = options.tasks or [("row", row) for row in ROWS]
+    asked: list[dict[str, Any]] = []
+    for number, (kind, value) in enumerate(tasks):
+        if kind == "wait":
+            asked.append({"do": "wait", "file": value})
+        elif kind == "soak":
+            following = tasks[number + 1] if number + 1 < len(tasks) else ("", "")
+            until = following[1] if following[0] == "wait" else ""
+            asked += [
+                {"do": "soak", "row": f"soak {number}", "count": min(WAVE, value - start), "longest": options.longest,
+                 "until": until}
+                for start in range(0, value, WAVE)
+            ]  # fmt: skip
+        elif kind == "profile":
+            asked.append({"do": "profile", "row": value, "lengths": lengths_of(value), "tokens": 16,
+                          "behind": options.behind, "folder": options.traces})  # fmt: skip
+        else:
+            asked.append({"do": "row", "row": value, "lengths": lengths_of(value), "tokens": options.tokens,
+                          "repeats": options.repeats, "behind": options.behind})  # fmt: skip
     return asked
 
 
@@ -175,6 +224,14 @@ def collect(options: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], 
         for child in children:
             child.hear()
         for command in commands(options):
+            if command["do"] == "wait":
+                print(f"waiting for {command['file']}", flush=True)
+                while not os.path.exists(command["file"]):
+                    time.sleep(0.1)
+                continue
+            until = command.pop("until", "")
+            if until and os.path.exists(until):
+                continue
             for child in children:
                 if command["do"] != "soak" or BACKENDS[child.backend][1] is not WITHOUT:
                     child.ask(**command)
@@ -187,7 +244,7 @@ def collect(options: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], 
 
 
 def text(entry: dict[str, Any]) -> str:
-    numbers = {name: value for name, value in entry.items() if name not in ("backend", "row", "log", "step")}
+    numbers = {name: value for name, value in entry.items() if name not in ("backend", "row", "log", "step", "memory")}
     shown = (
         f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}" for name, value in numbers.items()
     )
@@ -213,27 +270,34 @@ def document() -> dict[str, Any]:
     return {**results([], builds), "sglang": metadata.version("sglang")}
 
 
+class Task(argparse.Action):
+    """Keeps the options that ask for something in the order given, as pairs of name and value."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), (option_string.lstrip("-"), values)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", choices=list(BACKENDS), help="default: hpc and default")
-    parser.add_argument("--row", action="append", help=f"lengths such as 1x32K+15x1K, or azure; default {ROWS}")
+    task = dict(action=Task, dest="tasks", default=[])
+    parser.add_argument("--row", **task, help=f"lengths such as 1x32K+15x1K, or azure; default {ROWS}")
+    parser.add_argument("--profile", **task, metavar="ROW", help="kernels of a decode step")
+    parser.add_argument("--soak", **task, type=int, metavar="REQUESTS", help="mixed requests, at most so many")
+    parser.add_argument("--wait", **task, metavar="FILE", help="wait until this file is there")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each request")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--behind", type=int, default=8192, help="tokens of the prompt that a batch gathers behind")
     parser.add_argument("--together", action="store_true", help="engines side by side on the GPU, asked in turns")
-    parser.add_argument("--profile", action="append", default=[], metavar="ROW", help="kernels of a decode step")
     parser.add_argument("--traces", help="keep logs, and traces of --profile, in this folder")
-    parser.add_argument("--soak", type=int, default=0, metavar="REQUESTS", help="mixed requests")
     parser.add_argument("--longest", type=int, default=16384, help="longest prompt of --soak")
     parser.add_argument("--config", help="a config.json; default the shape of Qwen3-30B-A3B-FP8")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help="more engine arguments")
     parser.add_argument("--json", help="write the rows here")
     options = parser.parse_args()
-    if options.row is None:
-        options.row = [] if options.soak or options.profile else list(ROWS)
     options.backend = options.backend or ["hpc", "default"]
-    for row in options.row + options.profile:
-        if row != "azure":
+    for kind, row in options.tasks:
+        if kind in ("row", "profile") and row != "azure":
             format_lengths(parse_lengths(row))
     about = document() if options.json else {}
 
@@ -243,7 +307,9 @@ def main() -> None:
 
     rows = collect(options, keep)
     print(table(rows, "step_ms"))
-    if any(entry["row"] == "failed" for entry in rows):
+    growth = grown(rows)
+    print("\n".join(growth))
+    if growth or any(entry["row"] == "failed" for entry in rows):
         sys.exit(1)
 
 

@@ -91,13 +91,11 @@ class Server:
             (found,) = set(glob.glob(f"{kept}/*.trace.json.gz")) - before
             return {"row": f"profile {row}", "step": breakdown(found)}
 
-    def soak(self, count: int, longest: int) -> dict[str, Any]:
-        """``count`` requests of mixed lengths, all handed over at once; raises where one is not as asked."""
+    def soak(self, row: str, count: int, longest: int) -> dict[str, Any]:
+        """A wave of ``count`` requests of mixed lengths, handed over at once; raises where one is not as asked."""
         lengths = [int(math.exp(self.random.uniform(math.log(8), math.log(longest)))) for _ in range(count)]
         wanted = [self.random.randint(4, 200) for _ in range(count)]
-        self.engine.flush_cache()
-        self.seconds(self.prompts(lengths[:16]), 8)
-        before, start = device_memory(), time.perf_counter()
+        start = time.perf_counter()
         answers = self.engine.generate(
             input_ids=self.prompts(lengths),
             sampling_params=[{"temperature": 0.8, "max_new_tokens": n, "ignore_eos": True} for n in wanted],
@@ -110,19 +108,14 @@ class Server:
                 raise RuntimeError(
                     f"request {number} ({lengths[number]} tokens): {len(logprobs)} of {want}: {logprobs}"
                 )
-        return {"row": f"soak {count}", "requests": count, "prompt_tokens": sum(lengths), "seconds": seconds,
-                "tokens": sum(wanted), "memory_mib": [before, device_memory()]}  # fmt: skip
+        return {"row": row, "requests": count, "prompt_tokens": sum(lengths), "seconds": seconds,
+                "tokens": sum(wanted), "memory": self.memory()}  # fmt: skip
 
-
-def device_memory() -> int | None:
-    """MiB in use on the first GPU; None where there is none."""
-    import subprocess
-
-    try:
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    def memory(self) -> dict[str, int]:
+        """Bytes that the first scheduler's process holds on the GPU (``probe_memory``)."""
+        with tempfile.NamedTemporaryFile("r") as file:
+            self.engine.collective_rpc("hpc_memory_report", path=file.name)
+            return json.load(file)
 
 
 def main() -> None:

@@ -45,6 +45,21 @@ def test_projections_alone_are_quantised(forced: ModuleType, tmp_path: pathlib.P
     assert json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
 
 
+def test_the_checkpoint_is_what_transformers_loads(forced: ModuleType, tmp_path: pathlib.Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    small = dict(vocab_size=64, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=2, head_dim=32)
+    small |= dict(num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
+    forced.make_checkpoint(str(tmp_path), small)
+    assert not (tmp_path / "config.new").exists()
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert type(model).__name__ == "Qwen3MoeForCausalLM" and model.dtype == torch.bfloat16
+    for name, value in model.named_parameters():
+        drawn = value.float().std() if value.dim() > 1 else value.float().sub(1).abs().max() + 0.15
+        assert abs(drawn - 0.15) < 0.02, name
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

@@ -12,8 +12,10 @@ from hpc_common.testing import load_script
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 CHILD = """
-import json, sys
+import json, os, sys
+waves, GROWING = 0, int(os.environ.get("GROWING", 0))
 given = json.loads(sys.argv[1])
+assert ("probe_memory" in os.environ.get("PYTHONPATH", "")) == ("SGLANG_PLUGINS" not in os.environ)
 name = given["arguments"]["attention_backend"]
 print(json.dumps({"row": "start", "seconds": 1.5}), flush=True)
 for line in sys.stdin:
@@ -26,7 +28,14 @@ for line in sys.stdin:
         said = f"[t] Decode batch, #running-req: {requests}, a: 1, gen throughput (token/s): {rate:.2f}, b"
         print(said, file=sys.stderr)
     sys.stderr.flush()
-    print(json.dumps({"row": command.get("row", command["do"]), "tpot_ms": 2.0, "asked": command}), flush=True)
+    reply = {"row": command["row"], "asked": command}
+    if command["do"] == "soak":
+        waves = waves + 1
+        held = {"allocated": 1000 + waves, "reserved": 5000 * waves, "moe.workspace": GROWING * waves}
+        reply.update(requests=command["count"], prompt_tokens=10, tokens=7, seconds=1.5, memory=held)
+    else:
+        reply["tpot_ms"] = 2.0
+    print(json.dumps(reply), flush=True)
 """
 
 
@@ -60,12 +69,67 @@ def test_rows_of_two_backends(together: tuple[str, ...], serving: ModuleType, mo
     assert status == 0
     names = [(row["backend"], row["row"]) for row in rows]
     assert names == [
-        ("hpc", "start"), ("hpc", "1x1K"), ("hpc", "azure"), ("hpc", "soak"),
+        ("hpc", "start"), ("hpc", "1x1K"), ("hpc", "azure"), ("hpc", "soak 2"),
         ("default", "start"), ("default", "1x1K"), ("default", "azure"),
     ]  # fmt: skip
     azure = rows[2]["asked"]
     assert len(azure["lengths"]) == 64 and azure["tokens"] == 64 and azure["do"] == "row"
     assert "| 1x1K | 4.00 | 4.00 |" in serving.table(rows, "step_ms")
+
+
+def test_a_soak_is_one_row_of_its_waves(serving: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, status = asked(serving, monkeypatch, "--soak", "250", "--row", "1x1K", "--soak", "50", "--together")
+    assert status == 0
+    names = [(row["backend"], row["row"]) for row in rows]
+    ours = ["start", "soak 0", "1x1K", "soak 2"]
+    assert names == [*(("hpc", name) for name in ours), ("default", "start"), ("default", "1x1K")]
+    first, second = rows[1], rows[3]
+    assert (first["requests"], first["waves"], first["tokens"], first["seconds"]) == (250, 3, 21, 4.5)
+    assert [held["allocated"] for held in first["memory"]] == [1001, 1002, 1003]
+    assert first["grew"] == {"allocated": 2, "reserved": 10000, "moe.workspace": 0}
+    assert (second["requests"], second["waves"], second["grew"]["allocated"]) == (50, 1, 0)
+
+
+def test_a_workspace_that_grows_is_a_failure(
+    serving: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GROWING", "1")
+    _, status = asked(serving, monkeypatch, "--backend", "hpc", "--soak", "300")
+    assert status == 1 and "hpc soak 0: moe.workspace grew by 2 bytes" in capsys.readouterr().out
+    grew = {"allocated": 1 << 24, "reserved": 1 << 40, "attention.tables": 1 << 24, "attention.plans": 0}
+    assert serving.grown([{"backend": "hpc", "row": "soak", "grew": grew}]) == []
+    for name in ("allocated", "attention.tables", "attention.plans"):
+        more = {**grew, name: grew[name] + 1}
+        assert len(serving.grown([{"backend": "hpc", "row": "soak", "grew": more}])) == 1
+
+
+def test_rows_wait_for_another_job(
+    serving: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first file is there after two waves, the second one when the rows have waited for it."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    asks, ask, slept = [], serving.Child.ask, []
+
+    def first_file_after_two(child: Any, **command: Any) -> bool:
+        asks.append((child.backend, command["row"]))
+        if len(asks) == 2:
+            one.touch()
+        return ask(child, **command)
+
+    def second_file(seconds: float) -> None:
+        slept.append(len(asks))
+        two.touch()
+
+    monkeypatch.setattr(serving.Child, "ask", first_file_after_two)
+    monkeypatch.setattr(serving.time, "sleep", second_file)
+    waits = ["--wait", str(one), "--wait", str(two)]
+    rows, status = asked(serving, monkeypatch, "--together", "--soak", "900", *waits, "--row", "1x1K")
+    assert status == 0 and slept == [2]
+    assert asks == [("hpc", "soak 0"), ("hpc", "soak 0"), ("hpc", "1x1K"), ("default", "1x1K")]
+    assert rows[1]["requests"] == 200
+    assert [line for line in capsys.readouterr().out.splitlines() if "waiting" in line] == [
+        f"waiting for {one}", f"waiting for {two}"
+    ]  # fmt: skip
 
 
 def test_a_backend_that_fails_leaves_the_other_one_alone(

@@ -16,7 +16,7 @@ from hpc_attention import DecodePlan, decode, prefill
 from hpc_attention.support import FP8
 
 from .. import compat
-from ..counters import count
+from ..counters import count, made
 from . import pages
 from .limits import Server, Shape, shape_of
 
@@ -144,11 +144,13 @@ class HpcAttentionBackend(Base):
                 )
                 for shape in dict.fromkeys(self.shapes.values())
             }  # fmt: skip
+            made("attention.plans", sum(plan.workspace_bytes for plan in self.plans[q_len].values()))
         return self.plans[q_len]
 
     def _new_tables(self, rows: int) -> dict[bool, torch.Tensor]:
         kinds = (False,) if self.window_pool is None else (False, True)
         size = (rows, self.max_pages)
+        made("attention.tables", 4 * len(kinds) * rows * self.max_pages)
         return {kind: torch.zeros(size, dtype=torch.int32, device=self.device) for kind in kinds}
 
     def _rows(self, batch: int) -> dict[bool, torch.Tensor]:

@@ -5,7 +5,7 @@ from typing import Any
 import hpc_moe
 import torch
 
-from ..counters import count
+from ..counters import count, made
 
 MAX_TOKENS = 262144  # of one call of hpc_moe.fused_moe
 LEAST_TOKENS = 64
@@ -159,4 +159,5 @@ class Workspaces:
         if not buffers or buffers[-1].numel() < self._bytes[key]:
             with torch.inference_mode(False):  # what is made in inference mode could not be written outside it
                 buffers.append(torch.empty(self._bytes[key], dtype=torch.uint8, device=device))
+            made("moe.workspace", self._bytes[key])
         return buffers[-1]
