@@ -118,14 +118,19 @@ class Child:
             stdout=subprocess.PIPE, stderr=self.log, env={**os.environ, **environment, **probe},
         )  # fmt: skip
 
-    def hear(self) -> bool:
-        """Wait for one reply and print it; False where the child has ended, whose last words are then a row."""
+    def hear(self, wave: bool = False) -> bool:
+        """Wait for one reply and print it; False where the child has ended, whose last words are then a row.
+
+        wave: the reply is one of a soak's, whose row so far is printed.
+        """
         line = self.process.stdout.readline()
         if line:
             self.rows.append({"backend": self.backend, **json.loads(line)})
         elif self.process.wait() or not self.rows:
             self.log.seek(0)
             self.rows.append({"backend": self.backend, "row": "failed", "log": self.log.read()[-3000:]})
+        if line and wave:
+            join_waves(self.rows)
         print(text(self.rows[-1]), flush=True)
         return bool(line)
 
@@ -138,12 +143,10 @@ class Child:
             print(json.dumps(command), file=self.process.stdin, flush=True)
         except BrokenPipeError:
             pass
-        heard = self.hear()
+        heard = self.hear(command["do"] == "soak")
         if heard and command["do"] == "row":
             log = os.pread(self.log.fileno(), os.fstat(self.log.fileno()).st_size - start, start)  # the child writes on
             self.rows[-1]["step_ms"] = step_ms(log.decode(errors="replace"), len(command["lengths"]))
-        if heard and command["do"] == "soak":
-            join_waves(self.rows)
         return heard
 
     def end(self) -> None:

@@ -77,7 +77,9 @@ def test_rows_of_two_backends(together: tuple[str, ...], serving: ModuleType, mo
     assert "| 1x1K | 4.00 | 4.00 |" in serving.table(rows, "step_ms")
 
 
-def test_a_soak_is_one_row_of_its_waves(serving: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_soak_is_one_row_of_its_waves(
+    serving: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows, status = asked(serving, monkeypatch, "--soak", "250", "--row", "1x1K", "--soak", "50", "--together")
     assert status == 0
     names = [(row["backend"], row["row"]) for row in rows]
@@ -87,6 +89,7 @@ def test_a_soak_is_one_row_of_its_waves(serving: ModuleType, monkeypatch: pytest
     assert (first["requests"], first["waves"], first["tokens"], first["seconds"]) == (250, 3, 21, 4.5)
     assert [held["allocated"] for held in first["memory"]] == [1001, 1002, 1003]
     assert first["grew"] == {"allocated": 2, "reserved": 10000, "moe.workspace": 0}
+    assert "requests 250, " in capsys.readouterr().out
     assert (second["requests"], second["waves"], second["grew"]["allocated"]) == (50, 1, 0)
 
 
