@@ -99,7 +99,7 @@ class Maker:
         config = SimpleNamespace(context_len=4096, is_encoder_decoder=False)
         self.runner = SimpleNamespace(
             device=device, dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16, page_size=64, model_config=config,
-            is_draft_worker=False, use_mla_backend=False,
+            is_draft_worker=False, use_mla_backend=False, model=torch.nn.Module(),
         )  # fmt: skip
         monkeypatch.setattr(factory, "record", self.record)
         monkeypatch.setattr(factory, "refusal", lambda server, layers: f"{server.flag}: {reason}" if reason else "")
@@ -131,6 +131,19 @@ def test_on_a_gpu_prefill_is_the_best_installed_backends(monkeypatch: pytest.Mon
         "attention: decode by hpc_attention (2 layers, 1 plan(s), 1.0 MiB of workspace); prefill by fa3, the best "
         "installed: hpc_attention has no GPU kernel for it yet"
     ]
+
+
+def test_what_comes_before_decode_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpc_sglang.attention import prologue
+
+    make = Maker(monkeypatch, "cuda", "triton", "hpc")
+    monkeypatch.setattr(prologue, "install", lambda model, backend: 2 if backend is make.ours else 0)
+    make.create()
+    assert ", with Q/K norm, rotation and store in one kernel in 2 of them; prefill by triton" in make.said[0]
+    monkeypatch.undo()
+    make = Maker(monkeypatch, "cuda", "triton", "hpc")
+    del make.runner.model  # another SGLang's: the backend is made all the same
+    assert make.create() is make.ours and "Q/K norm and rotation by SGLang (" in make.said[0]
 
 
 def test_beside_another_prefill_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,7 @@ def test_greedy_tokens_are_transformers(driver: Driver, model: str) -> None:
     # Every decode step updates each plan once, and both layers use them; 8 requests through 4 slots take 2 x 7 steps.
     assert calls["attention.decode"] * plans == calls["attention.update"] * layers
     assert calls["attention.decode"] >= layers * 2 * 7
+    assert calls.get("attention.prologue", 0) == (calls["attention.decode"] if model == "qwen3-moe" else 0), calls
     assert bool(calls.get("router.gemm")) is (model == "hunyuan-v3"), calls
     assert bool(calls.get("router.route")) is (model == "qwen3-moe"), calls
     if update:

@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import compat
 from ..record import record
-from . import FLAG, NAME
+from . import FLAG, NAME, prologue
 from .backend import HpcAttentionBackend
 from .limits import Server, refusal
 
@@ -35,6 +35,7 @@ def create(runner: Any) -> Any:
     said = (
         f"decode by hpc_attention ({len(ours.shapes)} layers, {len(plans)} plan(s), {size:.1f} MiB of workspace{hint})"
     )
+    said += _place_prologue(runner, ours)
     if prefill != NAME or not on_gpu:
         record.note(f"attention: {said}; prefill by {'hpc_attention' if prefill == NAME else prefill}")
         return ours
@@ -48,6 +49,15 @@ def create(runner: Any) -> Any:
     made.spec_attn_is_decode, made.spec_attn_is_prefill = True, False
     made.needs_cpu_seq_lens = ours.needs_cpu_seq_lens
     return made
+
+
+def _place_prologue(runner: Any, ours: HpcAttentionBackend) -> str:
+    """Take over what comes before decode attention where it is known; what was done, for the record."""
+    try:
+        placed = prologue.install(runner.model, ours)
+    except (AttributeError, compat.Missing) as error:  # another SGLang's module: it works as it is
+        return f", Q/K norm and rotation by SGLang ({error})"
+    return f", with Q/K norm, rotation and store in one kernel in {placed} of them" if placed else ""
 
 
 def facts(runner: Any, flag: str) -> Server:

@@ -35,6 +35,7 @@ def register(record: Record) -> None:
     ):
         compat.hook("around", target, function, hooks.failed)
     compat.register_runner_core(RUNNER, hooks.run, hooks.failed)
+    compat.hook_methods("after", compat.MODEL_RUNNER, "ModelRunner", compat.MODEL_LOADS, hooks.loaded, record.note)
 
 
 class MoeHooks:
@@ -46,6 +47,7 @@ class MoeHooks:
         self.upstream: Any = None
         self.combine: Any = None
         self.layers = 0
+        self.norms = 0
 
     def failed(self, reason: str) -> None:
         """A hook could not be placed. SGLang's own code then runs as it is."""
@@ -94,13 +96,28 @@ class MoeHooks:
             layer.hpc_experts = experts
             self.workspaces.reserve(experts, compat.prefill_tokens())
             self.layers += 1
-            self.record.used(MOE, f"{experts.describe()}, in {self.layers} layers")
+            self._say(experts)
             return None
         layer.hpc_experts = None
         if not compat.upstream_hpc():
             raise ValueError(f"{FLAG}: {reason}. Serve this model with another --moe-runner-backend")
         self.record.note(f"moe: SGLang's own hpc_ops function runs some layers: {reason}")
         return original(method, layer)
+
+    def loaded(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """After ModelRunner has loaded a model: the norms in front of our experts, where they are known."""
+        from . import norm
+
+        try:
+            self.norms = norm.install(runner.model)
+        except AttributeError as error:  # another SGLang's module: it works as it is
+            self.record.note(f"moe: norms stay SGLang's: {error}")
+        if self.norms:
+            self._say(next(m.hpc_experts for m in runner.model.modules() if getattr(m, "hpc_experts", None)))
+
+    def _say(self, experts: Experts) -> None:
+        norms = f", with the norm in front of {self.norms}" if self.norms else ""
+        self.record.used(MOE, f"{experts.describe()}, in {self.layers} layers{norms}")
 
     def quant_info(self, original: Any, method: Any, layer: Any) -> Any:
         """Fp8MoEMethod._get_hpc_ops_quant_info, at every call of a layer: the layer's Experts where it has one."""

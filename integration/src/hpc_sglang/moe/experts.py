@@ -23,17 +23,22 @@ class Experts:
         self.block = bool(method.block_quant)
         self.block_shape = method.quant_config.weight_block_size if self.block else None
         self.batch_invariant = batch_invariant
+        # By ``norm``, for the call that follows: x, its rows in e4m3 and their scales [T, H / 128].
+        self.quantised: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @property
     def name(self) -> str:
         """hpc_moe's name of the quantisation."""
         return "block" if self.block else "tensor"
 
-    def quant(self) -> hpc_moe.Fp8Block | hpc_moe.Fp8Tensor:
-        """The scales as they are now. All of them multiply stored values, in SGLang as in hpc_moe."""
+    def quant(self, x_scale: torch.Tensor | None = None) -> hpc_moe.Fp8Block | hpc_moe.Fp8Tensor:
+        """The scales as they are now. All of them multiply stored values, in SGLang as in hpc_moe.
+
+        x_scale: of an x that is quantised by groups of 128 already.
+        """
         layer = self.layer
         if self.block:
-            return hpc_moe.Fp8Block(layer.w13_weight_scale_inv, layer.w2_weight_scale_inv)
+            return hpc_moe.Fp8Block(layer.w13_weight_scale_inv, layer.w2_weight_scale_inv, x_scale)
         # SGLang keeps one static scale a layer, as a tensor without dimensions.
         return hpc_moe.Fp8Tensor(
             layer.w13_weight_scale,
@@ -102,10 +107,24 @@ class Experts:
             ids = ids.to(torch.int32)
         workspace = workspaces.get(self, x.shape[0], ids.shape[1], x.device)
         count(f"moe.{self.name}")
-        return self._call(x, ids, weights.to(torch.float32), workspace)
+        x, x_scale = self._as_quantised(x)
+        return self._call(x, ids, weights.to(torch.float32), workspace, x_scale)
+
+    def _as_quantised(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows and scales that ``norm`` made of this x, or x itself. What it made is for one call."""
+        made, self.quantised = self.quantised, None
+        if made is None or made[0].data_ptr() != x.data_ptr() or made[0].shape != x.shape or x.stride(0) != x.shape[1]:
+            return x, None
+        count("moe.quantised")
+        return made[1], made[2]
 
     def _call(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, workspace: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        workspace: torch.Tensor | None,
+        x_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layer, factor = self.layer, self.config.routed_scaling_factor
         return hpc_moe.fused_moe(
@@ -114,7 +133,7 @@ class Experts:
             layer.w2_weight,
             ids,
             weights,
-            self.quant(),
+            self.quant(x_scale),
             ep_rank=int(layer.moe_ep_rank),
             num_experts=int(layer.num_experts),
             swiglu_limit=self.config.swiglu_limit,

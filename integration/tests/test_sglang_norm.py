@@ -1,0 +1,245 @@
+"""The norm in front of experts that quantises its rows: values, which calls it takes, and whose experts read them."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import hpc_moe
+import pytest
+import torch
+from hpc_moe.quant import quantize_groups
+from hpc_sglang.counters import calls
+from hpc_sglang.moe import MoeHooks, norm
+from hpc_sglang.moe.experts import Experts
+from hpc_sglang.record import Record
+
+EPSILON = 1e-3
+SHAPES = [(1, 256), (3, 640), (4, 2048), (70, 5120)]
+
+
+def problem(tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    """x, residual, weight; the sum of a row in the middle is zero."""
+    source = torch.Generator().manual_seed(0)
+    x = (torch.randn((tokens, hidden), generator=source) * 3).to(dtype)
+    residual = torch.randn((tokens, hidden), generator=source).to(dtype)
+    x[tokens // 2], residual[tokens // 2] = (0, 0) if tokens > 2 else (x[0], residual[0])
+    return x, residual, (0.5 + torch.rand(hidden, generator=source)).to(dtype)
+
+
+def check(given: tuple[torch.Tensor, ...], x: torch.Tensor, residual: torch.Tensor) -> None:
+    """What became of x and the residual, by the formula in float64."""
+    total = given[0].double() + given[1].double()
+    want = total * (total.square().mean(1, keepdim=True) + EPSILON).rsqrt() * given[2].double()
+    eps = torch.finfo(x.dtype).eps
+    assert ((residual.cpu().double() - total).abs() <= eps * total.abs()).all()
+    assert ((x.cpu().double() - want).abs() <= eps * want.abs()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values(shape: tuple[int, int]) -> None:
+    given = problem(*shape)
+    x, residual, weight = (value.cuda() for value in given)
+    values = torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
+    scales = torch.full((shape[0], shape[1] // 128), torch.nan, device="cuda")
+    norm.run(x, residual, weight, EPSILON, values, scales)
+    check(given, x, residual)
+    want, want_scales = quantize_groups(x, 128)
+    assert torch.equal(scales, want_scales) and torch.equal(values.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_experts_say_the_same_in_a_graph(tokens: int) -> None:
+    """The norm starts its successor early; the experts still read whole rows, at every replay."""
+    experts, hidden, inner = 8, 512, 256
+    source = torch.Generator("cuda").manual_seed(1)
+    w13, w2 = (
+        torch.randn(shape, generator=source, device="cuda").to(torch.float8_e4m3fn)
+        for shape in ((experts, 2 * inner, hidden), (experts, hidden, inner))
+    )
+    scales = [torch.full((experts, rows, columns), 0.05, device="cuda") for rows, columns in ((4, 4), (4, 2))]
+    ids = torch.arange(2 * tokens, dtype=torch.int32, device="cuda").view(tokens, 2) % experts
+    weights = torch.rand(ids.shape, generator=source, device="cuda")
+    given = problem(tokens, hidden)
+    weight = given[2].cuda()
+    x, residual = torch.empty_like(given[0], device="cuda"), torch.empty_like(given[1], device="cuda")
+
+    def step() -> torch.Tensor:
+        values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+        row_scales = torch.empty((tokens, hidden // 128), device="cuda")
+        norm.run(x, residual, weight, EPSILON, values, row_scales)
+        return hpc_moe.fused_moe(values, w13, w2, ids, weights, hpc_moe.Fp8Block(*scales, row_scales))
+
+    x.copy_(given[0]), residual.copy_(given[1])
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for factor in (1, -2):
+        x.copy_(given[0] * factor), residual.copy_(given[1])
+        graph.replay()
+        want = hpc_moe.fused_moe(x, w13, w2, ids, weights, hpc_moe.Fp8Block(*scales))
+        assert torch.equal(out, want) and out.float().abs().max() > 0
+
+
+INTERPRETED = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import test_sglang_norm as tests
+for shape in tests.SHAPES[:3]:
+    given = tests.problem(*shape, torch.float16)
+    x, residual = given[0].clone(), given[1].clone()
+    values, scales = torch.empty(shape, dtype=torch.float16), torch.empty(shape[0], shape[1] // 128)
+    tests.norm.run(x, residual, given[2], tests.EPSILON, values, scales)
+    tests.check(given, x, residual)
+    _, want = tests.quantize_groups(x, 128)
+    assert torch.equal(scales, want), (scales, want)
+    spread = scales.repeat_interleave(128, 1)
+    back = (values.float() * spread - x.float()).abs()
+    assert (back <= 2**-10 * x.float().abs()).all() and values.abs().max() == 448
+print("checked")
+"""
+
+
+def test_kernel_values_in_tritons_interpreter() -> None:
+    """In fp16, "quantised" rows too: the interpreter rounds to neither bf16 nor FP8 as a GPU does."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, os.path.dirname(__file__)], capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.strip() == "checked", done.stderr
+
+
+class RMSNorm(torch.nn.Module):
+    """SGLang's as far as it is read; its own forward says so."""
+
+    variance_epsilon, variance_size_override = EPSILON, None
+    cast_x_before_out_mul = fp32_residual = False
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden, dtype=torch.bfloat16))
+
+    def forward(self, *given: Any, **named: Any) -> str:
+        return "SGLang's"
+
+
+def experts_of(hidden: int = 256, block: bool = True, batch_invariant: bool = False) -> Experts:
+    layer = SimpleNamespace(
+        moe_runner_config=None, w2_weight=torch.empty(4, hidden, 128),
+        w13_weight_scale_inv=torch.ones(1), w2_weight_scale_inv=torch.ones(1),
+    )  # fmt: skip
+    method = SimpleNamespace(block_quant=block, quant_config=SimpleNamespace(weight_block_size=[128, 128]))
+    return Experts(layer, method, batch_invariant)
+
+
+def model_of(experts: Experts | None, **changes: Any) -> Any:
+    """A model of one of SGLang's Qwen3MoeDecoderLayer, as far as it is read, and something else."""
+
+    class Qwen3MoeDecoderLayer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.post_attention_layernorm = RMSNorm(256)
+            self.mlp = torch.nn.Module()
+            self.mlp.experts = torch.nn.Module()
+            self.mlp.experts.hpc_experts = experts
+
+    Qwen3MoeDecoderLayer.__module__ = "sglang.srt.models.qwen3_moe"
+    layer = Qwen3MoeDecoderLayer()
+    for name, value in changes.items():
+        setattr(layer.post_attention_layernorm, name, value)
+    return torch.nn.Sequential(layer, torch.nn.Linear(1, 1))
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, without the kernel: x becomes 7, and what is quantised has 2 for scales."""
+
+    def run(x: torch.Tensor, residual: torch.Tensor, weight: Any, epsilon: Any, values: Any, scales: Any) -> None:
+        x.fill_(7)
+        scales.fill_(2)
+
+    monkeypatch.setattr(norm, "run", run)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+
+def rows(tokens: int = 4) -> torch.Tensor:
+    return torch.zeros(tokens, 256, dtype=torch.bfloat16)
+
+
+def test_experts_get_the_rows_of_their_own_norm_once(on_a_cpu: None) -> None:
+    experts = experts_of()
+    model = model_of(experts)
+    assert norm.install(model) == 1
+    x, residual, before = rows(), rows(), calls["moe.quantised"]
+    out, sum_ = model[0].post_attention_layernorm(x, residual)
+    assert out is x and sum_ is residual and (x == 7).all()
+    values, scales = experts._as_quantised(out.view(-1, 256))
+    assert values.dtype == torch.float8_e4m3fn and values.shape == x.shape and calls["moe.quantised"] == before + 1
+    assert scales.shape == (4, 2) and (scales == 2).all()
+    assert experts.quant(scales).x_scale is scales and experts.quant().x_scale is None
+    assert experts._as_quantised(out) == (out, None)  # a second call quantises again
+
+
+@pytest.mark.parametrize("other", ["copy", "part", "later"])
+def test_other_rows_are_not_taken_for_them(other: str, on_a_cpu: None) -> None:
+    experts = experts_of()
+    model = model_of(experts)
+    norm.install(model)
+    module = model[0].post_attention_layernorm
+    x, _ = module(rows(), rows())
+    if other == "later":  # a step that is SGLang's in between, whose rows may lie where these did
+        assert module(rows(norm.MOST_ROWS + 1), rows(norm.MOST_ROWS + 1)) == "SGLang's"
+    seen = {"copy": x.clone(), "part": x[:3], "later": x}[other]
+    assert experts._as_quantised(seen)[0] is seen
+
+
+def test_other_calls_are_sglangs(on_a_cpu: None) -> None:
+    model = model_of(experts_of())
+    norm.install(model)
+    module = model[0].post_attention_layernorm
+    for given in (
+        (rows(),), (rows(), rows().float()), (rows().float(), rows().float()), (rows(0), rows(0)),
+        (rows(norm.MOST_ROWS + 1),) * 2, (rows(), rows(), rows()), (rows(), rows()[:2]), (rows(8)[::2], rows()),
+    ):  # fmt: skip
+        assert module(*given) == "SGLang's"
+    assert module(rows(), rows(), quant_linear=object()) == "SGLang's"
+    assert module(rows(), rows(), None)[0].shape == (4, 256)
+
+
+@pytest.mark.parametrize(
+    ("experts", "changes"),
+    [
+        (None, {}),
+        (experts_of(block=False), {}),
+        (experts_of(batch_invariant=True), {}),
+        (experts_of(hidden=384), {}),
+        (experts_of(), dict(variance_size_override=128)),
+        (experts_of(), dict(cast_x_before_out_mul=True)),
+        (experts_of(), dict(_quant_linear=object())),
+        (experts_of(), dict(weight=torch.nn.Parameter(torch.ones(256)))),
+    ],
+    ids=["not ours", "tensor", "invariant", "size", "variance", "cast", "linear", "fp32"],
+)
+def test_other_norms_stay_sglangs(experts: Experts | None, changes: dict[str, Any], on_a_cpu: None) -> None:
+    model = model_of(experts, **changes)
+    assert norm.install(model) == 0
+    assert model[0].post_attention_layernorm(rows(), rows()) == "SGLang's"
+
+
+def test_a_model_that_is_loaded_again(on_a_cpu: None) -> None:
+    """The record says how many; a second load takes the same norms over, once."""
+    record = Record()
+    hooks = MoeHooks(record)
+    hooks.layers = 3
+    model = model_of(experts_of())
+    for _ in range(2):
+        hooks.loaded(None, SimpleNamespace(model=model))
+        assert any("in 3 layers, with the norm in front of 1" in line for line in record.lines()), record.lines()
+        assert not isinstance(model[0].post_attention_layernorm.forward.original, norm.Norm)
+    other = Record()
+    MoeHooks(other).loaded(None, SimpleNamespace(model=SimpleNamespace()))  # not as expected: it works as it is
+    assert any("norms stay SGLang's" in line for line in other._said)
