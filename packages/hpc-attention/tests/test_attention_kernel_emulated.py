@@ -114,6 +114,14 @@ FAULTS = {
     "a block ends without pdl_wait": Fault("decode.cuh", "if (waits) pdl_wait();", None, LONG),
     "the first query is read before pdl_wait": Fault("decode.cuh", "waits || (lists && waited)", "lists", SOLOS),
     "the list is asked for the first block again": Fault("decode_feed.cuh", "next_ = count_;\n", None, LATER),
+    "the first slice has tokens of this step": Fault(
+        "decode_feed.cuh", "(all ? 0 : p_.q_len)", "0",
+        replace(LONG, lengths=(576,), num_q_heads=1, q_len=8, num_ctas=9),
+    ),
+    "the second slice is of the first one's page": Fault(
+        "decode_feed.cuh", "__shfl_sync(kAllLanes, ids_[0], index_)", "__shfl_sync(kAllLanes, ids_[0], 0)", LONG
+    ),
+    "warps put their results in one place": Fault("decode.cuh", "place * (kOutTiles * kTilePitch)", "0", LONG),
     "this step's tokens are read before pdl_wait": Fault(
         "decode_feed.cuh", "first_token(where) + kTokens <= pieces_[where].high - p_.q_len", "true"
     ),

@@ -40,6 +40,7 @@ class DecodeWorker {
   // wait, and loads that piece's query itself, right behind it: a trip shorter than the bulk copies. (Where there are
   // more rows or columns, registers have no room for it.)
   static constexpr bool kQuickStart = kSolos;
+  static constexpr bool kGroups = kRowTiles > 1;  // whether there can be several row groups
   using Feed = attention::Feed<kKind, kDim, kStages, kSolos>;
   using Ring = typename Feed::Ring;
 
@@ -49,81 +50,105 @@ class DecodeWorker {
         lane_(static_cast<int32_t>(threadIdx.x) % 32),
         g_(lane_ >> 2),
         t_(lane_ & 3),
-        group_(p.row_groups == 1 ? 0 : static_cast<int32_t>(blockIdx.x) % p.row_groups),
+        group_(!kGroups || p.row_groups == 1 ? 0 : static_cast<int32_t>(blockIdx.x) % p.row_groups),
         first_row_(group_ * kRowTile * kRowTiles),
         base_(shared_address(smem)),
         pieces_(p, *reinterpret_cast<typename Pieces::State*>(smem + kSmem.walk),
                 reinterpret_cast<DecodeRequest*>(smem + kSmem.requests), reinterpret_cast<Row*>(smem + kSmem.pieces)),
         own_(p, base_, first_row_, warp_, lane_) {}
 
-  __device__ __forceinline__ void run() {
+  // cta: row of the plan; run: that row, which has been asked for before anything else.
+  __device__ __forceinline__ void run(int32_t cta, const DecodeCta& run) {
     // A plan that the kernel just before may have written is not touched before the wait. Otherwise the combine kernel
     // may start when every CTA of this one has: it waits for this kernel's end, and this one for what came before. Its
     // CTAs then find all SMs alike and spread over them, and the next call's CTAs can enter as these leave.
     bool waited = p_.early_slices == 0, touched = false;
-    if (waited) pdl_wait();
     pdl_trigger();
-    // The division is left out where it can be: the first load waits for it.
-    const auto block = static_cast<int32_t>(blockIdx.x);
-    const int32_t cta = p_.row_groups == 1 ? block : block / p_.row_groups;
     if (warp_ == 0) pieces_.start(cta);
-    static_assert(kQueryDepth <= kQueryBarriers && kQueryBarriers < 32);
-    if (warp_ == 1 && lane_ <= kQueryBarriers) {
-      mbarrier_init(query_full(lane_), lane_ < kQueryBarriers ? 1 : kDecodeWarps);  // the last: merge_free()
+    // Three a warp, for a warp makes one after the other. The last: merge_free().
+    static_assert(kQueryDepth <= kQueryBarriers && kQueryBarriers < 3 * (kDecodeWarps - 1));
+    const int32_t barrier = 3 * (warp_ - 1) + lane_;
+    if (warp_ > 0 && lane_ < 3 && barrier <= kQueryBarriers) {
+      mbarrier_init(query_full(barrier), barrier < kQueryBarriers ? 1 : kDecodeWarps);
       mbarrier_init_fence();
     }
     Ring ring(base_ + kSmem.rings + warp_ * Ring::kBytes);
     Feed feed(p_, pieces_, warp_, lane_, own_.scales_);
     typename Feed::Lead lead = {};
-    if (kQuickStart) lead = feed.ask(p_.ctas[cta]);
+    if (kQuickStart) lead = feed.ask(run);
     if (warp_ == 0) {
-      pieces_.begin(cta);
+      pieces_.begin(cta, run);
       if (kQuickStart) pieces_.refill(-1);  // while what was asked for is on its way
     }
-    if (kQuickStart) feed.take(lead);
 
     // One loop for everything, so that each part's instructions are there once. A step asks for a slice; from step
     // kStages on it attends over the slice whose place that one takes.
     int32_t index = -1;  // of the current piece
-    int32_t slice = 0, end = 0;
+    int32_t slice = 0, end = 0, step = 0;
     bool chores = true;   // something besides attending is to be done
     bool listed = false;  // the list of pieces is there
     bool unread = false;  // the current piece's query is still to be read
+    bool known = false;   // the first piece is known without the list
+    typename Feed::Slice following;
+    if (kQuickStart && feed.take(lead, cta, piece_)) {
+      known = true;
+      if (feed.push_first(ring, piece_, waited)) {
+        ring.advance();
+        step = 1;
+      }
+      if (warp_ == 1) touch_query(piece_);
+      index = 0;
+      slice = piece_.first(warp_);
+      end = piece_.end(warp_);
+      unread = slice < end;
+      own_.begin(piece_.high);
+    }
 #pragma unroll 1
-    for (int32_t step = 0;;) {
+    for (;;) {
       if (chores) {
         const int32_t epoch = index < 0 ? -1 : index / kDecodeEpoch;
-        if (warp_ == 0 && pieces_.stale(epoch)) pieces_.refill(epoch);
+        if (warp_ == 0 && (!kQuickStart || listed) && pieces_.stale(epoch)) pieces_.refill(epoch);
         if (!kQuickStart || listed || step >= p_.early_slices || !feed.leads()) {
           const bool lists = !listed;
           if (lists) {
             __syncthreads();
             listed = true;
-            if (kQuickStart) {
-              feed.follow();
-              index = begin_first();
+            if (kQuickStart) feed.follow();
+            if (known) {
+              fetched_ = 1;  // by every warp's own loads; its barrier goes to the next phase
+              if (warp_ == 0 && lane_ == 0) mbarrier_arrive(query_full(0));
+            } else {
+              if (kQuickStart) index = begin_first();
+              if (kQuickStart && index >= 0) {
+                slice = piece_.first(warp_);
+                end = piece_.end(warp_);
+                unread = slice < end;
+              }
+              if (warp_ == 1 && pieces_.known(0).pieces > 0) touch_query(pieces_[0]);
             }
-            if (kQuickStart && index >= 0) {
-              slice = piece_.first(warp_);
-              end = piece_.end(warp_);
-              unread = slice < end;
-            }
-            if (warp_ == 1) touch_query();
           }
           feed.prepare(max(index, 0));
           const bool waits = !waited && (step >= p_.early_slices || !feed.is_old());
           const bool asks = kQuickStart && unread && (waits || (lists && waited));
           const char* row =
               asks ? query_row<kKind, kDim>(p_, piece_.request, piece_.kv_head, min(g_, p_.rows - 1)) : nullptr;
+          // The slice behind the early ones follows at once: its addresses are made before the wait.
+          const bool pushes = kQuickStart && waits && step < kStages && feed.plain(following);
           if (waits) pdl_wait();
           waited |= waits;
           if (asks) load_query(row);
+          if (pushes) {
+            feed.push(ring, following);
+            ring.advance();
+            ++step;
+          }
           if (warp_ == 0 && waited) fetch_queries();
           if (warp_ == kDecodeWarps - 1 && !touched && feed.final()) {
             touch_plan(cta, max(index, 0) / kDecodeEpoch);
             touched = true;
           }
-          chores = !waited;
+          chores = !waited || (pushes && feed.ended());
+          if (pushes) continue;
         }
       }
       if (step >= kStages) {
@@ -218,9 +243,8 @@ class DecodeWorker {
   }
 
   // Brings the first query's lines (the beginnings of its rows) into L2 before it may be read.
-  __device__ __forceinline__ void touch_query() {
-    if (pieces_.known(0).pieces == 0 || lane_ >= min(kRowTiles * kRowTile, p_.rows - first_row_)) return;
-    const Row& piece = pieces_[0];
+  __device__ __forceinline__ void touch_query(const Row& piece) {
+    if (lane_ >= min(kRowTiles * kRowTile, p_.rows - first_row_)) return;
     const char* row = query_row<kKind, kDim>(p_, piece.request, piece.kv_head, first_row_ + lane_);
     prefetch_l2(row);
     prefetch_l2(row + query_row_bytes<kKind, kDim>(p_) - 16);
@@ -332,9 +356,6 @@ class DecodeWorker {
 
   // Adds the warps' results, one row tile after the other, and writes them.
   __device__ __forceinline__ void merge() {
-    const int32_t warps = min(piece_.count, kDecodeWarps);
-    const int32_t lead = piece_.turn & (kDecodeWarps - 1);  // the warp with the piece's first slice
-    const bool mine = piece_.place(warp_) < warps;
     const int32_t tiles = min(kRowTiles, p_.row_tiles - group_ * kRowTiles);
 #pragma unroll 1
     for (int32_t n = 0; n < tiles; ++n) {
@@ -344,12 +365,12 @@ class DecodeWorker {
       ++merged_;
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        if (mine && i == n) put(i);  // registers have no run-time index
+        if (i == n) put(i);  // registers have no run-time index
       }
       __syncthreads();
       for (int32_t position = static_cast<int32_t>(threadIdx.x); position < 2 * kDim; position += kDecodeThreads) {
         float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f), ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
-        sum_of_warps(position, lead, warps, o, ml);
+        sum_of_warps(position, o, ml);
         if (piece_.slot < 0) {
           store_result(p_, result_place(p_, piece_.request, piece_.kv_head, row_tile, position), piece_.kv_head, o, ml);
         } else if (row_tile * kRowTile + 2 * (position & 3) < p_.rows) {
@@ -363,43 +384,44 @@ class DecodeWorker {
     }
   }
 
-  // This warp's result of a row tile into the merge buffer.
+  // This warp's result of a row tile into the merge buffer, at the warp's place in the order of the slices. A warp that
+  // had none puts zeros.
   __device__ __forceinline__ void put(int n) {
     float s0, s1;
     own_.row_sums(n, s0, s1);
-    const uint32_t at = base_ + kSmem.merge + warp_ * kOutTiles * kTilePitch + lane_ * 16;
+    const int32_t place = piece_.place(warp_);
+    const uint32_t at = base_ + kSmem.merge + place * (kOutTiles * kTilePitch) + lane_ * 16;
 #pragma unroll
     for (int m = 0; m < kOutTiles; ++m) {
       sts128(at + m * kTilePitch, make_uint4(__float_as_uint(own_.out_[m][n][0]), __float_as_uint(own_.out_[m][n][1]),
                                              __float_as_uint(own_.out_[m][n][2]), __float_as_uint(own_.out_[m][n][3])));
     }
     if (g_ == 0) {
-      sts128(base_ + kSmem.pairs + (warp_ * 4 + t_) * 16,
+      sts128(base_ + kSmem.pairs + (place * 4 + t_) * 16,
              make_uint4(__float_as_uint(own_.reference_[2 * n]), __float_as_uint(s0),
                         __float_as_uint(own_.reference_[2 * n + 1]), __float_as_uint(s1)));
     }
   }
 
-  // Adds vector `position` of the warps that had slices, in the order of their slices.
-  __device__ __forceinline__ void sum_of_warps(int32_t position, int32_t lead, int32_t warps, float4& o, float4& ml) {
+  // Adds vector `position` of all warps, in the order of their slices.
+  __device__ __forceinline__ void sum_of_warps(int32_t position, float4& o, float4& ml) {
     constexpr int kElements = Layout::kValueElements;
     const int32_t d = 2 * (position >> 2);
     const int32_t tile = d / (8 * kElements) * (kElements / 2) + d % kElements / 2;
-    const uint32_t inside = tile * kTilePitch + (4 * (d / kElements % 8) + (position & 3)) * 16;
-    // All are asked for at once; behind the last warp it is read again, with weight 0.
+    const uint32_t merge = base_ + kSmem.merge + tile * kTilePitch + (4 * (d / kElements % 8) + (position & 3)) * 16;
+    const uint32_t all_pairs = base_ + kSmem.pairs + (position & 3) * 16;
+    // All are asked for at once.
     float4 pairs[kDecodeWarps], outputs[kDecodeWarps];
 #pragma unroll
     for (int i = 0; i < kDecodeWarps; ++i) {
-      const int32_t warp = (lead + min(i, warps - 1)) & (kDecodeWarps - 1);
-      pairs[i] = lds_float4(base_ + kSmem.pairs + (warp * 4 + (position & 3)) * 16);
-      outputs[i] = lds_float4(base_ + kSmem.merge + warp * kOutTiles * kTilePitch + inside);
+      pairs[i] = lds_float4(all_pairs + i * 64);
+      outputs[i] = lds_float4(merge + i * (kOutTiles * kTilePitch));
     }
 #pragma unroll
     for (int i = 0; i < kDecodeWarps; ++i) ml.x = fmaxf(ml.x, pairs[i].x), ml.z = fmaxf(ml.z, pairs[i].z);
 #pragma unroll
     for (int i = 0; i < kDecodeWarps; ++i) {
-      const float f0 = i < warps ? exp2_approx(pairs[i].x - ml.x) : 0.0f;
-      const float f1 = i < warps ? exp2_approx(pairs[i].z - ml.z) : 0.0f;
+      const float f0 = exp2_approx(pairs[i].x - ml.x), f1 = exp2_approx(pairs[i].z - ml.z);
       ml.y += pairs[i].y * f0, ml.w += pairs[i].w * f1;
       o.x += outputs[i].x * f0, o.y += outputs[i].y * f1, o.z += outputs[i].z * f0, o.w += outputs[i].w * f1;
     }
@@ -425,7 +447,14 @@ class DecodeWorker {
 template <KvKind kKind, int kDim, int kRowTiles, int kStages>
 __global__ void __maxnreg__(decode_registers(kRowTiles)) decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) char smem[];
-  DecodeWorker<kKind, kDim, kRowTiles, kStages>(p, smem).run();
+  using Worker = DecodeWorker<kKind, kDim, kRowTiles, kStages>;
+  // The first load waits for this row; the division is left out where it can be. (As far as the compiler knows threads
+  // read different rows: what follows from them so stays out of the uniform registers, which are slow to reach.)
+  if (p.early_slices == 0) pdl_wait();
+  const auto block = static_cast<int32_t>(blockIdx.x);
+  const int32_t cta = !Worker::kGroups || p.row_groups == 1 ? block : block / p.row_groups;
+  const DecodeCta run = p.ctas[cta + static_cast<int32_t>(threadIdx.x) / kDecodeThreads];  // less than 1
+  Worker(p, smem).run(cta, run);
 }
 
 }  // namespace hpc::attention

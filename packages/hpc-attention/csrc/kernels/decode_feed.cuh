@@ -128,8 +128,8 @@ class PieceList {
   }
 
   // Warp 0, before it asks for a slice: the rows are there; goes to the CTA's first piece.
-  __device__ __forceinline__ void begin(int32_t cta) {
-    if (threadIdx.x == 0) state_.cursor = decode_cursor(cta, p_.ctas[cta]);
+  __device__ __forceinline__ void begin(int32_t cta, const DecodeCta& run) {
+    if (threadIdx.x == 0) state_.cursor = decode_cursor(cta, run);
     cp_async_wait<0>();
     __syncwarp();
   }
@@ -220,16 +220,14 @@ struct SliceLayout {
   static constexpr int kValueChunks = kRowBytes / 8 / kValueChunkBytes;
   static constexpr int kValueElements = kValueChunkBytes / kElementBytes;  // of a chunk
 
-  // Where a lane's 16 bytes of instruction i go, from the beginning of the keys or the values.
-  static __device__ __forceinline__ uint32_t fill_at(bool values, int i, int32_t lane) {
+  // Where a lane's 16 bytes of instruction i go: fill_of(at, i), `at` being fill_from(lane) plus the beginning of the
+  // keys or the values, a multiple of 128 bytes. So an instruction's place costs no arithmetic of its own.
+  static __device__ __forceinline__ uint32_t fill_from(bool values, int32_t lane) {
     const int32_t own = lane / kLanes;  // row of the instruction: row = i * kRows + own, the sum never carries
-    uint32_t column = 0;
-    if (values) {
-      column = 2 * (own / 2 % 4) ^ 2 * (i * kRows / 2 % 4);
-    } else if (kRowBytes > 64) {
-      column = 4 * (own % 2) ^ 4 * (i * kRows % 2);
-    }
-    return (lane * 16 + i * 512) ^ (column * 16);
+    return (lane * 16) ^ 16 * (values ? 2 * (own / 2 % 4) : (kRowBytes > 64 ? 4 * (own % 2) : 0));
+  }
+  static __device__ __forceinline__ uint32_t fill_of(bool values, uint32_t from, int i) {
+    return (from ^ 16 * (values ? 2 * (i * kRows / 2 % 4) : (kRowBytes > 64 ? 4 * (i * kRows % 2) : 0))) + i * 512;
   }
   // Where a lane reads keys of row g in 16-byte column t + 4 * chunk; row g + 8 lies 8 rows on.
   static __device__ __forceinline__ uint32_t key_at(int chunk, int32_t g, int32_t t) {
@@ -283,23 +281,60 @@ class Feed {
     }
     return lead;
   }
-  // Makes it, where the first piece is not a solo piece, and the plan an ordinary one. (Only kernels that have solo
-  // pieces call these.)
-  __device__ __forceinline__ void take(const Lead& lead) {
+  // Makes it, where the first piece is not a solo piece, and the plan an ordinary one: true, and that piece as the list
+  // will have it. (Only kernels that have solo pieces call these.)
+  __device__ __forceinline__ bool take(const Lead& lead, int32_t cta, Row& first) {
     const DecodeCta& run = lead.run;
-    if (run.count == 0 || p_.batch_invariant) return;
+    if (run.count == 0 || p_.batch_invariant) return false;
     DecodePiece piece = {};
     piece.tile_begin = run.tile;
     piece.tile_end = min(run.tile + run.count, lead.request.num_tiles);
     piece.whole = run.tile == 0 && piece.tile_end == lead.request.num_tiles;
+    piece.request = run.request;
+    piece.kv_head = run.kv_head;
+    piece.slot = 2 * cta;
     const Row row = piece_row<kTokens>(piece, lead.request, p_);
-    if (row.begin * kTokens != run.tile * kTileTokens || row.can_be_solo()) return;
+    if (row.begin * kTokens != run.tile * kTileTokens || row.can_be_solo()) return false;
     count_ = min((row.count + kDecodeWarps - 1 - warp_) / kDecodeWarps, 32 >> log_ids_);
     where_ = (row.begin + warp_ + min(lane_, count_ - 1) * kDecodeWarps) * kDecodePieces;
     ids_[0] = lead_token(run) < row.high ? min(lead.id, p_.last_page) : 0;
     low_ = row.low;
     high_ = row.high;
     kv_head_ = run.kv_head;
+    first = row;
+    return true;
+  }
+
+  // Asks for the first slice in the shortest way, where it is as most are: in one page, all of its tokens seen, none of
+  // them this step's unless `all` may be read. False: it is left to push(ring).
+  __device__ __forceinline__ bool push_first(const Ring& ring, const Row& first, bool all) {
+    const int32_t token = (first.begin + warp_) * kTokens;
+    if (count_ <= 0 || log_ids_ > 0 || p_.per_token_scale) return false;
+    if (token < low_ || token + kTokens > high_ - (all ? 0 : p_.q_len)) return false;
+    push(ring, slice_at(token));
+    return true;
+  }
+
+  // Where this lane's first rows of a slice lie.
+  struct Slice {
+    const char* k;
+    const char* v;
+  };
+  // Whether the current slice is as most are, and where it is.
+  __device__ __forceinline__ bool plain(Slice& slice) {
+    if (index_ >= count_ || log_ids_ > 0 || p_.per_token_scale) return false;
+    const int32_t where = __shfl_sync(kAllLanes, where_, index_), token = first_token(where);
+    const Row& piece = pieces_[where];
+    if (token < piece.low || token + kTokens > piece.high) return false;
+    kv_head_ = piece.kv_head;
+    slice = slice_at(token);
+    return true;
+  }
+  // Asks for it.
+  __device__ __forceinline__ void push(const Ring& ring, const Slice& slice) {
+    copy_page(ring.at(), slice.k, slice.v, fresh_lane());
+    cp_async_commit();
+    ++index_;
   }
 
   // Whether the current slice is known without the list, and holds no token of this step.
@@ -374,30 +409,47 @@ class Feed {
 
   // A slice that lies in one page.
   __device__ __forceinline__ void push_page(const Ring& ring) {
-    const int32_t lane = fresh_lane(), own = lane / Layout::kLanes;
-    const uint32_t page = __shfl_sync(kAllLanes, ids_[0], index_);
-    const uint32_t inside = (static_cast<uint32_t>(token_) & ((1u << p_.page_shift) - 1)) + own;
-    const char* k = address(p_.k, page, inside, lane);
-    const char* v = address(p_.v, page, inside, lane);
-    const int64_t k_step = static_cast<int64_t>(p_.k.token_stride) * (16 * Layout::kRows);
-    const int64_t v_step = static_cast<int64_t>(p_.v.token_stride) * (16 * Layout::kRows);
-    const uint32_t shared = ring.at();
+    const Slice slice = slice_at(token_);
+    const int32_t lane = fresh_lane();
     if (token_ >= low_ && token_ + kTokens <= high_) {
-#pragma unroll
-      for (int i = 0; i < Layout::kFills; ++i) cp_async16(shared + Layout::fill_at(false, i, lane), k + i * k_step);
-#pragma unroll
-      for (int i = 0; i < Layout::kFills; ++i) {
-        cp_async16(shared + Layout::kValuesAt + Layout::fill_at(true, i, lane), v + i * v_step);
-      }
+      copy_page(ring.at(), slice.k, slice.v, lane);
     } else {
+      const int32_t own = lane / Layout::kLanes;
+      const char *k = slice.k, *v = slice.v;
+      const uint32_t keys = ring.at() + Layout::fill_from(false, lane);
+      const uint32_t values = ring.at() + Layout::kValuesAt + Layout::fill_from(true, lane);
 #pragma unroll
       for (int i = 0; i < Layout::kFills; ++i) {
         const int bytes = visible(token_ + own + i * Layout::kRows) ? 16 : 0;
-        cp_async16(shared + Layout::fill_at(false, i, lane), k, bytes);
-        cp_async16(shared + Layout::kValuesAt + Layout::fill_at(true, i, lane), v, bytes);
-        k += k_step;
-        v += v_step;
+        cp_async16(Layout::fill_of(false, keys, i), k, bytes);
+        cp_async16(Layout::fill_of(true, values, i), v, bytes);
+        k += static_cast<int64_t>(p_.k.token_stride) * (16 * Layout::kRows);
+        v += static_cast<int64_t>(p_.v.token_stride) * (16 * Layout::kRows);
       }
+    }
+  }
+
+  // The current slice, which begins with `token`.
+  __device__ __forceinline__ Slice slice_at(int32_t token) const {
+    const int32_t lane = fresh_lane();
+    const uint32_t page = __shfl_sync(kAllLanes, ids_[0], index_);
+    const uint32_t inside = (static_cast<uint32_t>(token) & ((1u << p_.page_shift) - 1)) + lane / Layout::kLanes;
+    return {address(p_.k, page, inside, lane), address(p_.v, page, inside, lane)};
+  }
+
+  // Copies a slice all of whose tokens are seen. k, v: where this lane's first rows lie.
+  __device__ __forceinline__ void copy_page(uint32_t shared, const char* k, const char* v, int32_t lane) const {
+    const uint32_t keys = shared + Layout::fill_from(false, lane);
+    const uint32_t values = shared + Layout::kValuesAt + Layout::fill_from(true, lane);
+#pragma unroll
+    for (int i = 0; i < Layout::kFills; ++i) {
+      cp_async16(Layout::fill_of(false, keys, i), k);
+      k += static_cast<int64_t>(p_.k.token_stride) * (16 * Layout::kRows);
+    }
+#pragma unroll
+    for (int i = 0; i < Layout::kFills; ++i) {
+      cp_async16(Layout::fill_of(true, values, i), v);
+      v += static_cast<int64_t>(p_.v.token_stride) * (16 * Layout::kRows);
     }
   }
 
@@ -413,13 +465,14 @@ class Feed {
   template <bool kValues>
   __device__ __forceinline__ void push_rows(const CacheView& cache, uint32_t shared) {
     const int32_t own = lane_ / Layout::kLanes;
+    const uint32_t from = shared + Layout::fill_from(kValues, lane_);
 #pragma unroll
     for (int i = 0; i < Layout::kFills; ++i) {
       const int32_t row = own + i * Layout::kRows;
       const uint32_t page = __shfl_sync(kAllLanes, ids_of_slice(), (index_ << log_ids_) + (row >> p_.page_shift));
       const int bytes = visible(token_ + row) ? 16 : 0;
-      cp_async16(shared + Layout::fill_at(kValues, i, lane_),
-                 address(cache, page, row & ((1 << p_.page_shift) - 1), lane_), bytes);
+      cp_async16(Layout::fill_of(kValues, from, i), address(cache, page, row & ((1 << p_.page_shift) - 1), lane_),
+                 bytes);
     }
   }
 
