@@ -1,5 +1,6 @@
-"""The norm in front of experts that quantises its rows: values, which calls it takes, and whose experts read them."""
+"""Norms that quantise their rows: values, which calls they take, and who reads the rows."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 from hpc_moe.quant import quantize_groups
 from hpc_sglang.counters import calls
-from hpc_sglang.moe import MoeHooks, norm
+from hpc_sglang.moe import MoeHooks, norm, rows
 from hpc_sglang.moe.experts import Experts
 from hpc_sglang.record import Record
 
@@ -136,13 +137,21 @@ def experts_of(hidden: int = 256, block: bool = True, batch_invariant: bool = Fa
     return Experts(layer, method, batch_invariant)
 
 
-def model_of(experts: Experts | None, **changes: Any) -> Any:
+def triton_w8a8_block_fp8_linear() -> None:
+    """Of SGLang's name."""
+
+
+def model_of(experts: Experts | None, linear: Any = triton_w8a8_block_fp8_linear, **changes: Any) -> Any:
     """A model of one of SGLang's Qwen3MoeDecoderLayer, as far as it is read, and something else."""
 
     class Qwen3MoeDecoderLayer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.post_attention_layernorm = RMSNorm(256)
+            self.input_layernorm, self.post_attention_layernorm = RMSNorm(256), RMSNorm(256)
+            self.self_attn = torch.nn.Module()
+            self.self_attn.qkv_proj = torch.nn.Module()
+            config = SimpleNamespace(weight_block_size=[128, 128])
+            self.self_attn.qkv_proj.quant_method = SimpleNamespace(w8a8_block_fp8_linear=linear, quant_config=config)
             self.mlp = torch.nn.Module()
             self.mlp.experts = torch.nn.Module()
             self.mlp.experts.hpc_experts = experts
@@ -150,6 +159,7 @@ def model_of(experts: Experts | None, **changes: Any) -> Any:
     Qwen3MoeDecoderLayer.__module__ = "sglang.srt.models.qwen3_moe"
     layer = Qwen3MoeDecoderLayer()
     for name, value in changes.items():
+        setattr(layer.input_layernorm, name, value)
         setattr(layer.post_attention_layernorm, name, value)
     return torch.nn.Sequential(layer, torch.nn.Linear(1, 1))
 
@@ -166,48 +176,93 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 
 
-def rows(tokens: int = 4) -> torch.Tensor:
+def zeros(tokens: int = 4) -> torch.Tensor:
     return torch.zeros(tokens, 256, dtype=torch.bfloat16)
 
 
-def test_experts_get_the_rows_of_their_own_norm_once(on_a_cpu: None) -> None:
+def called(experts: Experts, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, Any]:
+    """What hpc_moe gets as x and its scales in a call with x."""
+    seen: list[Any] = []
+    monkeypatch.setattr(experts, "_call", lambda x, ids, weights, workspace, scale=None: seen.append((x, scale)))
+    topk = SimpleNamespace(topk_ids=torch.zeros(len(x), 2, dtype=torch.int32), topk_weights=torch.ones(len(x), 2))
+    experts.run(x, topk, SimpleNamespace(get=lambda *given: None))
+    return seen[0]
+
+
+def test_experts_get_the_rows_of_their_own_norm_once(on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = experts_of()
     model = model_of(experts)
-    assert norm.install(model) == 1
-    x, residual, before = rows(), rows(), calls["moe.quantised"]
+    assert norm.install(model, linear=False) == (1, 0)
+    x, residual, before = zeros(), zeros(), calls["moe.quantised"]
     out, sum_ = model[0].post_attention_layernorm(x, residual)
     assert out is x and sum_ is residual and (x == 7).all()
-    values, scales = experts._as_quantised(out.view(-1, 256))
+    values, scales = called(experts, out.view(-1, 256), monkeypatch)
     assert values.dtype == torch.float8_e4m3fn and values.shape == x.shape and calls["moe.quantised"] == before + 1
     assert scales.shape == (4, 2) and (scales == 2).all()
     assert experts.quant(scales).x_scale is scales and experts.quant().x_scale is None
-    assert experts._as_quantised(out) == (out, None)  # a second call quantises again
+    assert called(experts, out, monkeypatch) == (out, None)  # a second call quantises again
 
 
-@pytest.mark.parametrize("other", ["copy", "part", "later"])
-def test_other_rows_are_not_taken_for_them(other: str, on_a_cpu: None) -> None:
+@pytest.mark.parametrize("other", ["copy", "part", "later", "rest"])
+def test_other_rows_are_not_taken_for_them(other: str, on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = experts_of()
     model = model_of(experts)
-    norm.install(model)
+    norm.install(model, linear=True)
     module = model[0].post_attention_layernorm
-    x, _ = module(rows(), rows())
+    x, _ = module(zeros(), zeros())
     if other == "later":  # a step that is SGLang's in between, whose rows may lie where these did
-        assert module(rows(norm.MOST_ROWS + 1), rows(norm.MOST_ROWS + 1)) == "SGLang's"
-    seen = {"copy": x.clone(), "part": x[:3], "later": x}[other]
-    assert experts._as_quantised(seen)[0] is seen
+        assert module(zeros(norm.MOST_ROWS + 1), zeros(norm.MOST_ROWS + 1)) == "SGLang's"
+    if other == "rest":  # a call with other rows leaves none
+        called(experts, x.clone(), monkeypatch)
+    seen = {"copy": x.clone(), "part": x[:3], "later": x, "rest": x}[other]
+    got, scale = called(experts, seen, monkeypatch)
+    assert got is seen and scale is None
+
+
+def sglangs_own(x: torch.Tensor, group_size: int, *given: Any, **named: Any) -> str:
+    return "SGLang's"
+
+
+def test_a_projection_gets_the_rows_of_the_norm_before_it(on_a_cpu: None) -> None:
+    experts = experts_of()
+    model = model_of(experts)
+    assert norm.install(model, linear=True) == (1, 1)
+    first, second = model[0].input_layernorm, model[0].post_attention_layernorm
+    x, _ = first(zeros(), zeros(), None)
+    assert experts.rows.take(x) is None
+    assert norm.quantise(sglangs_own, x.clone(), 128) == "SGLang's"
+    assert norm.quantise(sglangs_own, x, 64) == norm.quantise(sglangs_own, x, 128, 1e-6) == "SGLang's"
+    assert norm.quantise(sglangs_own, x, 128, column_major_scales=True) == "SGLang's"
+    values, scales = norm.quantise(sglangs_own, x, 128, column_major_scales=False)
+    assert values.dtype == torch.float8_e4m3fn and (scales == 2).all()
+    assert norm.quantise(sglangs_own, x, 128) == "SGLang's"
+    x, _ = first(zeros(), zeros())
+    second(zeros(), zeros())  # nobody came for x; it may be another tensor's memory later
+    assert norm.quantise(sglangs_own, x, 128) == "SGLang's"
+
+
+def test_norms_in_front_of_other_projections_stay_sglangs(on_a_cpu: None) -> None:
+    for linear in (None, sglangs_own):
+        model = model_of(experts_of(), linear)
+        assert norm.install(model, linear=True) == (1, 0)
+        assert model[0].input_layernorm(zeros(), zeros()) == "SGLang's"
+    assert norm.install(model_of(experts_of(), functools.partial(triton_w8a8_block_fp8_linear)), True) == (1, 1)
+    model = model_of(experts_of())
+    model[0].self_attn.qkv_proj.quant_method.quant_config.weight_block_size = [128, 64]
+    assert norm.install(model, linear=True) == (1, 0)
 
 
 def test_other_calls_are_sglangs(on_a_cpu: None) -> None:
     model = model_of(experts_of())
-    norm.install(model)
+    norm.install(model, linear=False)
     module = model[0].post_attention_layernorm
     for given in (
-        (rows(),), (rows(), rows().float()), (rows().float(), rows().float()), (rows(0), rows(0)),
-        (rows(norm.MOST_ROWS + 1),) * 2, (rows(), rows(), rows()), (rows(), rows()[:2]), (rows(8)[::2], rows()),
+        (zeros(),), (zeros(), zeros().float()), (zeros().float(), zeros().float()), (zeros(0), zeros(0)),
+        (zeros(norm.MOST_ROWS + 1),) * 2, (zeros(), zeros(), zeros()), (zeros(), zeros()[:2]), (zeros(8)[::2], zeros()),
     ):  # fmt: skip
         assert module(*given) == "SGLang's"
-    assert module(rows(), rows(), quant_linear=object()) == "SGLang's"
-    assert module(rows(), rows(), None)[0].shape == (4, 256)
+    assert module(zeros(), zeros(), quant_linear=object()) == "SGLang's"
+    assert module(zeros(), zeros(), None)[0].shape == (4, 256)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +281,9 @@ def test_other_calls_are_sglangs(on_a_cpu: None) -> None:
 )
 def test_other_norms_stay_sglangs(experts: Experts | None, changes: dict[str, Any], on_a_cpu: None) -> None:
     model = model_of(experts, **changes)
-    assert norm.install(model) == 0
-    assert model[0].post_attention_layernorm(rows(), rows()) == "SGLang's"
+    assert norm.install(model, linear=True) == (0, 0)
+    assert model[0].post_attention_layernorm(zeros(), zeros()) == "SGLang's"
+    assert model[0].input_layernorm(zeros(), zeros()) == "SGLang's"
 
 
 def test_a_model_that_is_loaded_again(on_a_cpu: None) -> None:
@@ -238,8 +294,43 @@ def test_a_model_that_is_loaded_again(on_a_cpu: None) -> None:
     model = model_of(experts_of())
     for _ in range(2):
         hooks.loaded(None, SimpleNamespace(model=model))
-        assert any("in 3 layers, with the norm in front of 1" in line for line in record.lines()), record.lines()
+        said = "in 3 layers, with the norm in front of 1 and of 1 projections"
+        assert any(said in line for line in record.lines()), record.lines()
         assert not isinstance(model[0].post_attention_layernorm.forward.original, norm.Norm)
     other = Record()
     MoeHooks(other).loaded(None, SimpleNamespace(model=SimpleNamespace()))  # not as expected: it works as it is
     assert any("norms stay SGLang's" in line for line in other._said)
+
+
+def test_sglangs_quantisation_is_hooked(plugged: Record) -> None:
+    """Where its projections look it up, and what it gives for rows that no norm made is SGLang's."""
+    from sglang.srt.layers.quantization import fp8_utils
+
+    assert fp8_utils.per_token_group_quant_fp8.__wrapped__ is not None
+    x = zeros()
+    rows.linear.put(x, x.to(torch.float8_e4m3fn), torch.full((4, 2), 3.0))
+    try:
+        values, scales = fp8_utils.per_token_group_quant_fp8(x, 128, column_major_scales=False)
+    finally:
+        rows.linear.forget()
+    assert values.dtype == torch.float8_e4m3fn and (scales == 3).all()
+
+
+@pytest.mark.gpu
+def test_a_projection_says_what_it_says_without(plugged: Record) -> None:
+    """SGLang's Triton projection of a norm's rows, quantised by the norm and by SGLang."""
+    pytest.importorskip("sglang")
+    from sglang.srt.layers.quantization import fp8_utils
+
+    given = problem(33, 512)
+    weight = (torch.randn(384, 512, device="cuda") * 40).to(torch.float8_e4m3fn)
+    scale = torch.rand(3, 4, device="cuda") + 0.5
+    x, residual = given[0].cuda(), given[1].cuda()
+    values, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty(33, 4, device="cuda")
+    norm.run(x, residual, given[2].cuda(), EPSILON, values, scales)
+    want = fp8_utils.triton_w8a8_block_fp8_linear(x, weight, [128, 128], scale)
+    before = calls["moe.quantised_linear"]
+    rows.linear.put(x, values, scales)
+    got = fp8_utils.triton_w8a8_block_fp8_linear(x, weight, [128, 128], scale)
+    assert calls["moe.quantised_linear"] == before + 1
+    assert (got.float() - want.float()).norm() <= 0.003 * want.float().norm()

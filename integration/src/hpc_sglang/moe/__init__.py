@@ -15,6 +15,7 @@ from .experts import Experts, Workspaces
 FLAG = "--moe-runner-backend hpc_ops"
 RUNNER = "hpc_ops"
 _FP8 = "sglang.srt.layers.quantization.fp8:Fp8MoEMethod"
+_QUANTISE = "sglang.srt.layers.quantization.fp8_utils:per_token_group_quant_fp8"
 
 
 def register(record: Record) -> None:
@@ -35,6 +36,7 @@ def register(record: Record) -> None:
     ):
         compat.hook("around", target, function, hooks.failed)
     compat.register_runner_core(RUNNER, hooks.run, hooks.failed)
+    compat.hook("around", _QUANTISE, hooks.quantise, hooks.linear_failed)
     compat.hook_methods("after", compat.MODEL_RUNNER, "ModelRunner", compat.MODEL_LOADS, hooks.loaded, record.note)
 
 
@@ -47,7 +49,8 @@ class MoeHooks:
         self.upstream: Any = None
         self.combine: Any = None
         self.layers = 0
-        self.norms = 0
+        self.norms = (0, 0)
+        self.linear = True
 
     def failed(self, reason: str) -> None:
         """A hook could not be placed. SGLang's own code then runs as it is."""
@@ -104,19 +107,31 @@ class MoeHooks:
         self.record.note(f"moe: SGLang's own hpc_ops function runs some layers: {reason}")
         return original(method, layer)
 
+    def linear_failed(self, reason: str) -> None:
+        """Projections quantise their input as before."""
+        self.linear = False
+
+    def quantise(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """per_token_group_quant_fp8, as block FP8 projections call it."""
+        from . import norm
+
+        return norm.quantise(original, *args, **kwargs)
+
     def loaded(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         """After ModelRunner has loaded a model: the norms in front of our experts, where they are known."""
         from . import norm
 
         try:
-            self.norms = norm.install(runner.model)
+            self.norms = norm.install(runner.model, self.linear)
         except AttributeError as error:  # another SGLang's module: it works as it is
             self.record.note(f"moe: norms stay SGLang's: {error}")
-        if self.norms:
+        if any(self.norms):
             self._say(next(m.hpc_experts for m in runner.model.modules() if getattr(m, "hpc_experts", None)))
 
     def _say(self, experts: Experts) -> None:
-        norms = f", with the norm in front of {self.norms}" if self.norms else ""
+        first, second = self.norms
+        norms = f", with the norm in front of {first}" if first else ""
+        norms += f" and of {second} projections" if second else ""
         self.record.used(MOE, f"{experts.describe()}, in {self.layers} layers{norms}")
 
     def quant_info(self, original: Any, method: Any, layer: Any) -> Any:

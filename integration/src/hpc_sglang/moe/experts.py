@@ -6,6 +6,7 @@ import hpc_moe
 import torch
 
 from ..counters import count, made
+from .rows import Rows
 
 MAX_TOKENS = 262144  # of one call of hpc_moe.fused_moe
 LEAST_TOKENS = 64
@@ -23,8 +24,7 @@ class Experts:
         self.block = bool(method.block_quant)
         self.block_shape = method.quant_config.weight_block_size if self.block else None
         self.batch_invariant = batch_invariant
-        # By ``norm``, for the call that follows: x, its rows in e4m3 and their scales [T, H / 128].
-        self.quantised: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.rows = Rows()  # by ``norm``, for the call that follows
 
     @property
     def name(self) -> str:
@@ -107,16 +107,12 @@ class Experts:
             ids = ids.to(torch.int32)
         workspace = workspaces.get(self, x.shape[0], ids.shape[1], x.device)
         count(f"moe.{self.name}")
-        x, x_scale = self._as_quantised(x)
-        return self._call(x, ids, weights.to(torch.float32), workspace, x_scale)
-
-    def _as_quantised(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The rows and scales that ``norm`` made of this x, or x itself. What it made is for one call."""
-        made, self.quantised = self.quantised, None
-        if made is None or made[0].data_ptr() != x.data_ptr() or made[0].shape != x.shape or x.stride(0) != x.shape[1]:
-            return x, None
+        quantised = self.rows.take(x)
+        if quantised is None:
+            self.rows.forget()
+            return self._call(x, ids, weights.to(torch.float32), workspace)
         count("moe.quantised")
-        return made[1], made[2]
+        return self._call(quantised[0], ids, weights.to(torch.float32), workspace, quantised[1])
 
     def _call(
         self,

@@ -1,7 +1,7 @@
-"""The norm in front of a layer's gate and experts, which also quantises its rows as the experts want them.
+"""The two norms of a layer, which also quantise their rows for what comes next: experts, or a block FP8 projection.
 
-SGLang's norm of a decode step ends before the gate's kernel starts, and hpc_moe then quantises what it wrote. Here one
-kernel adds, norms and quantises, and lets the gate's kernel start so that this one's weight is on its way. A norm
+SGLang's norm of a decode step ends before the next kernel starts, and another kernel then quantises what it wrote. Here
+one kernel adds, norms and quantises, and lets the next one start: the gate's, whose weight is then on its way. A norm
 module gets a forward of its own (``install``) that goes back to the module's for anything but a few rows in bf16.
 """
 
@@ -11,22 +11,25 @@ from typing import Any
 import torch
 
 from ..counters import count
-from .experts import Experts
+from . import rows
 
-LAYERS = ("Qwen3MoeDecoderLayer",)  # of sglang.srt.models: post_attention_layernorm, then mlp.experts
+# Of sglang.srt.models: input_layernorm, then self_attn.qkv_proj; post_attention_layernorm, then mlp.experts.
+LAYERS = ("Qwen3MoeDecoderLayer",)
+LINEAR = "triton_w8a8_block_fp8_linear"  # SGLang's function for projections that reads row-major scales
 MOST_ROWS = 128  # a decode step's; above, launches are a small part of a layer
 GROUP = 128
 _kernel = None
 
 
 class Norm:
-    """In place of one RMSNorm's ``forward``: (x, residual) as SGLang's, and quantised rows for ``experts``."""
+    """In place of one RMSNorm's ``forward``: (x, residual) as SGLang's, and quantised rows put into ``sink``."""
 
-    def __init__(self, module: Any, experts: Experts, original: Callable[..., Any]) -> None:
-        self.module, self.experts, self.original = module, experts, original
+    def __init__(self, module: Any, sink: rows.Rows, original: Callable[..., Any]) -> None:
+        self.module, self.sink, self.original = module, sink, original
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        self.experts.quantised = None
+        self.sink.forget()
+        rows.linear.forget()
         given = any(value is not None for value in (*args, *kwargs.values()))
         if residual is None or given or not _takes(x, residual) or torch.compiler.is_compiling():
             return self.original(x, residual, *args, **kwargs)
@@ -34,8 +37,19 @@ class Norm:
         values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
         scales = torch.empty((len(x), x.shape[1] // GROUP), dtype=torch.float32, device=x.device)
         run(x, residual, self.module.weight, self.module.variance_epsilon, values, scales)
-        self.experts.quantised = (x, values, scales)
+        self.sink.put(x, values, scales)
         return x, residual
+
+
+def quantise(original: Any, x: torch.Tensor, group_size: int, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's per_token_group_quant_fp8: what a norm made of x, where rows and groups are as that made them."""
+    if torch.compiler.is_compiling() or group_size != GROUP or args or any(kwargs.values()):
+        return original(x, group_size, *args, **kwargs)
+    made = rows.linear.take(x)
+    if made is None:
+        return original(x, group_size, *args, **kwargs)
+    count("moe.quantised_linear")
+    return made
 
 
 def _takes(x: torch.Tensor, residual: torch.Tensor) -> bool:
@@ -44,32 +58,32 @@ def _takes(x: torch.Tensor, residual: torch.Tensor) -> bool:
     return same and x.is_cuda and 0 < len(x) <= MOST_ROWS and x.is_contiguous() and residual.is_contiguous()
 
 
-def install(model: torch.nn.Module) -> int:
-    """Take over the norms of ``model`` whose rows go to experts of ours in block FP8; how many there are."""
-    placed = 0
+def install(model: torch.nn.Module, linear: bool) -> tuple[int, int]:
+    """Take over the norms of ``model``'s layers with experts of ours in block FP8.
+
+    linear: those in front of QKV projections too; ``quantise`` is hooked.
+
+    Returns how many there are in front of experts and of projections.
+    """
+    experts_, projections = 0, 0
     for layer in model.modules():
         known = any(base.__name__ in LAYERS for base in type(layer).__mro__)
         if not known or not type(layer).__module__.startswith("sglang.srt.models."):
             continue
         experts = getattr(getattr(layer.mlp, "experts", None), "hpc_experts", None)
-        module = layer.post_attention_layernorm
-        if experts is None or not _fits(module, experts):
+        if experts is None or not experts.block or experts.batch_invariant:
             continue
-        original = module.forward
-        if isinstance(original, Norm):
-            original = original.original
-        module.forward = Norm(module, experts, original)
-        placed += 1
-    return placed
+        hidden = experts.sizes()[1]
+        experts_ += _place(layer.post_attention_layernorm, hidden, experts.rows)
+        if linear and _projects(layer.self_attn.qkv_proj):
+            projections += _place(layer.input_layernorm, hidden, rows.linear)
+    return experts_, projections
 
 
-def _fits(module: Any, experts: Experts) -> bool:
-    """Whether the module is a plain RMS norm in bf16 of rows that the experts take quantised by groups of 128."""
-    hidden = experts.sizes()[1]
-    return bool(
-        experts.block
-        and not experts.batch_invariant
-        and type(module).__name__ == "RMSNorm"
+def _place(module: Any, hidden: int, sink: rows.Rows) -> bool:
+    """Take ``module`` over where it is a plain RMS norm in bf16 of ``hidden`` columns in groups of 128."""
+    fits = (
+        type(module).__name__ == "RMSNorm"
         and module.weight.shape == (hidden,)
         and module.weight.dtype == torch.bfloat16
         and hidden % GROUP == 0
@@ -78,6 +92,19 @@ def _fits(module: Any, experts: Experts) -> bool:
         and not module.fp32_residual
         and getattr(module, "_quant_linear", None) is None  # SGLang quantises for a projection (0.5.23)
     )
+    if fits:
+        original = module.forward
+        module.forward = Norm(module, sink, original.original if isinstance(original, Norm) else original)
+    return fits
+
+
+def _projects(projection: Any) -> bool:
+    """Whether a projection quantises its input by SGLang's function that ``quantise`` is around."""
+    method = getattr(projection, "quant_method", None)
+    function = getattr(method, "w8a8_block_fp8_linear", None)
+    function = getattr(function, "func", function)  # later versions bind arguments
+    blocks = getattr(getattr(method, "quant_config", None), "weight_block_size", None)
+    return getattr(function, "__name__", "") == LINEAR and list(blocks or ()) == [GROUP, GROUP]
 
 
 def run(
