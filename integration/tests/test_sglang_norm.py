@@ -12,6 +12,7 @@ import pytest
 import torch
 from hpc_moe.quant import quantize_groups
 from hpc_sglang.counters import calls
+from hpc_sglang.early import early_start
 from hpc_sglang.moe import MoeHooks, norm, rows
 from hpc_sglang.moe.experts import Experts
 from hpc_sglang.record import Record
@@ -314,6 +315,15 @@ def test_sglangs_quantisation_is_hooked(plugged: Record) -> None:
     finally:
         rows.linear.forget()
     assert values.dtype == torch.float8_e4m3fn and (scales == 3).all()
+
+
+def test_early_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, switch, early in (((9, 0), None, True), ((8, 9), None, False), ((9, 0), "0", False)):
+        early_start.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setenv("HPC_PDL", switch) if switch else monkeypatch.delenv("HPC_PDL", raising=False)
+        assert early_start(torch.device("cuda", 0)) is early and not early_start(torch.device("cpu"))
+    early_start.cache_clear()
 
 
 @pytest.mark.gpu

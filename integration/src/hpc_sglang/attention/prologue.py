@@ -12,6 +12,7 @@ import torch
 
 from .. import compat
 from ..counters import count
+from ..early import early_start
 
 MODULES = ("Qwen3MoeAttention",)  # of sglang.srt.models; they have apply_qk_norm_rope(qkv, positions, forward_batch)
 _HEADS = 4  # of a program, one a warp
@@ -110,10 +111,9 @@ def run(
     tokens, kv_heads, dim = len(qkv), *k_cache.shape[1:]
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
     if qkv.is_cuda:
-        pdl = torch.cuda.get_device_capability(qkv.device)[0] >= 9
         _launch(
             qkv, q_weight, k_weight, q_epsilon, k_epsilon, cos_sin, positions, slots, k_cache, v_cache, k_scale,
-            v_scale, q_heads, pdl,
+            v_scale, q_heads, early_start(qkv.device),
         )  # fmt: skip
         return
     heads = qkv.view(tokens, -1, dim)

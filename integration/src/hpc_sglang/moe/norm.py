@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..counters import count
+from ..early import early_start
 from . import rows
 
 # Of sglang.srt.models: input_layernorm, then self_attn.qkv_proj; post_attention_layernorm, then mlp.experts.
@@ -121,7 +122,7 @@ def run(
         x, residual: [T, H] bf16, dense rows, H a multiple of 128; both are written. weight: [H] bf16.
         epsilon: added to the mean square. values: [T, H] e4m3, out. scales: [T, H / 128] fp32, out; contiguous.
     """
-    pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    pdl = early_start(x.device)
     hidden = x.shape[1]
     _get_kernel()[(len(x),)](
         x, residual, weight, values, scales, x.stride(0), residual.stride(0), epsilon,
