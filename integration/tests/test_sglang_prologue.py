@@ -49,18 +49,18 @@ def expected(given: list[Any], k_scale: float, v_scale: float) -> list[torch.Ten
 
 def check(given: list[Any], want: list[torch.Tensor]) -> None:
     """Within what rounding before the rotation and after it makes of a pair of dims that turns together."""
-    qkv, slots, k_cache, v_cache = given[0], given[7], given[8], given[9]
+    qkv, slots, k_cache, v_cache = (given[number].cpu() for number in (0, 7, 8, 9))
     untouched = torch.ones(SLOTS, dtype=torch.bool)
-    untouched[slots.cpu()] = False
+    untouched[slots] = False
     half, queries = k_cache.shape[2] // 2, want[0].shape[1]
     for got, value in zip((qkv[:, :queries], k_cache[slots], v_cache[slots]), want, strict=True):
         step = 1.5 * torch.finfo(qkv.dtype).eps + (2.0**-4 if got.dtype == torch.float8_e4m3fn else 0)
         low, high = value.view(len(value), -1, 2, half).unbind(2)
         pair = torch.stack([low.hypot(high)] * 2, 2).view_as(value)
-        off = (got.flatten(1).cpu().double() - value).abs()
+        off = (got.flatten(1).double() - value).abs()
         assert (off <= step * (pair + 0.02)).all(), (got.dtype, (off / (pair + 0.02)).max(), step)
     for cache in (k_cache, v_cache):
-        assert not cache.cpu()[untouched].float().any()
+        assert not cache[untouched].float().any()
 
 
 SHAPES = [(3, 8, 1, 128), (5, 6, 2, 64), (1, 10, 5, 256), (7, 32, 4, 128)]
