@@ -20,6 +20,9 @@ struct LaunchConfig {
   cudaStream_t stream = nullptr;
   bool pdl = true;  // may start before its predecessor ends; the kernel must call pdl_wait() in every CTA
   int cluster = 1;  // CTAs of a cluster along x
+  // An SM divides its memory between L1 and shared memory anew only when it is empty: a kernel that needs little shared
+  // memory, before one that needs much, keeps it off the SM to its end unless it asks for the larger share as well.
+  bool shared_carveout = false;
 };
 
 // Whether PDL is on in this process (HPC_PDL unset or anything but "0").
@@ -46,6 +49,10 @@ template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), const LaunchConfig& config, Arguments&&... arguments) {
   if (config.grid.x == 0 || config.grid.y == 0 || config.grid.z == 0) return;
   allow_smem(kernel, config.smem_bytes);
+  if (config.shared_carveout) {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100),
+               "cudaFuncSetAttribute(PreferredSharedMemoryCarveout)");
+  }
   std::array<cudaLaunchAttribute, 2> attributes;
   unsigned count = 0;
   if (config.pdl && pdl_enabled()) {

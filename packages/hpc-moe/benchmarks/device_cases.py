@@ -52,12 +52,12 @@ def grid() -> list[Case]:
         for inter in (64, 128, 192, 320, 768):
             cases.append(Case(quant, 40, inter=inter, hidden=384))
         for tokens in (15, 16, 17, 31, 32, 33, 64, 65, 96, 112, 113, 127, 128, 129, 255, 256, 257, 300, 513):
-            cases.append(Case(quant, tokens, experts=3, k=1, pick="one"))
+            cases.append(Case(quant, tokens, experts=3, k=1, pick="one", invariant=True))
         cases.append(Case(quant, 200, pick="few"))
         cases.append(Case(quant, 64, k=32, pick="dup"))
         cases.append(Case(quant, 64, k=3, skip=0.4, shared=True, factor=2.5, limit=1.0))
         for rank in (0, 1, 3):
-            cases.append(Case(quant, 96, experts=8, ep=4, rank=rank, skip=0.1))
+            cases.append(Case(quant, 160, experts=8, ep=4, rank=rank, skip=0.1))
         cases.append(Case(quant, 50, experts=512, k=8))
         # The low regime: every number of tiles and splits, both column widths, few and many scale groups.
         for hidden, inter in ((128, 64), (256, 128), (1024, 192), (2048, 768), (2176, 1536), (4096, 192), (4096, 1536)):

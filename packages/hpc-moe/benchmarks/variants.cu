@@ -1,11 +1,14 @@
 // Times of fused_moe's kernels without Python; built and run by variants.py, once for each variant.
 //
-//   program FOLDER save|compare CASE...     CASE: layer:tokens:tensor|block[:mid], e.g. hy3-ep8:2048:tensor
+//   program FOLDER save|compare CASE...     CASE: layer:tokens:tensor|block[:mid][:one][:bf16], e.g.
+//   hy3-ep8:2048:tensor
 //
-// `mid` takes the kernels of larger calls for few tokens too.
+// `mid` takes the kernels of larger calls for few tokens too; `one`: top_k 1 and all tokens on one expert; `bf16`: x
+// comes as bf16.
 //
 // Prints for each case the time of a call and of its four kernels (CUDA graph replay, cold: the weights exceed L2), and
 // how its output differs from the one that the variant run with `save` left in FOLDER.
+#include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
 #include <algorithm>
@@ -44,6 +47,12 @@ __device__ uint32_t mix(uint64_t i) {
   i = (i ^ i >> 33) * 0xff51afd7ed558ccdULL;
   i = (i ^ i >> 33) * 0xc4ceb9fe1a85ec53ULL;
   return static_cast<uint32_t>(i ^ i >> 33);
+}
+
+__global__ void fill_bf16(__nv_bfloat16* to, size_t count, uint64_t seed) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x) {
+    to[i] = __float2bfloat16(4 * 0x1p-32f * static_cast<float>(mix(i + seed * 7919)) - 2);
+  }
 }
 
 // Normal values times `size` as e4m3: what power and speed depend on is not to be zeros.
@@ -165,10 +174,18 @@ std::string verdict(const std::string& path, bool save, const std::vector<uint16
 }
 
 void run_case(const std::string& name, const std::string& folder, bool save) {
-  std::string text = name, layer, quant_name, regime;
+  std::string text = name, layer, quant_name;
   std::replace(text.begin(), text.end(), ':', ' ');
   int tokens = 0;
-  std::istringstream(text) >> layer >> tokens >> quant_name >> regime;
+  std::istringstream words(text);
+  words >> layer >> tokens >> quant_name;
+  bool mid = false, one = false, bf16_x = false;
+  for (std::string word; words >> word;) {
+    mid |= word == "mid";
+    one |= word == "one";
+    bf16_x |= word == "bf16";
+  }
+  const int top_k = one ? 1 : kTopK;
   const auto* shape =
       std::find_if(std::begin(kShapes), std::end(kShapes), [&](const Shape& s) { return s.name == layer; });
   hpc::check(shape != std::end(kShapes) && tokens > 0, "variants", "case", "layer:tokens:tensor or block", name);
@@ -177,22 +194,23 @@ void run_case(const std::string& name, const std::string& folder, bool save) {
   const auto e = static_cast<size_t>(shape->experts), h = static_cast<size_t>(shape->hidden);
   const auto i = static_cast<size_t>(shape->inter), t = static_cast<size_t>(tokens), b = i % 128 ? size_t{64} : 128;
   const int num_sms = hpc::device_properties(0).num_sms;
-  const Config config = make_config({tokens, kTopK, shape->experts, shape->all_experts, shape->hidden, shape->inter,
-                                     quant, false, regime == "mid", num_sms});
+  const Config config = make_config(
+      {tokens, top_k, shape->experts, shape->all_experts, shape->hidden, shape->inter, quant, bf16_x, mid, num_sms});
   cudaStream_t stream;
   cuda_check(cudaStreamCreate(&stream), "cudaStreamCreate");
   Memory memory;
   Call call{};
   call.quant = quant;
   call.tokens = tokens;
-  call.top_k = kTopK;
+  call.top_k = top_k;
+  call.x_is_bf16 = bf16_x;
   call.num_local = shape->experts;
   call.hidden = shape->hidden;
   call.intermediate = shape->inter;
   call.x_stride = shape->hidden;
   call.w13 = memory.e4m3(e * 2 * i * h, 1);
   call.w2 = memory.e4m3(e * h * i, 2);
-  call.id_token_stride = call.weight_token_stride = kTopK;
+  call.id_token_stride = call.weight_token_stride = top_k;
   call.id_slot_stride = call.weight_slot_stride = 1;
   const float size = 1 / (64 * std::sqrt(static_cast<float>(shape->hidden)));
   call.w13_scale = memory.floats(block ? e * (2 * i / b) * (h / 128) : e, 3, size / 2, size * 2);
@@ -206,12 +224,19 @@ void run_case(const std::string& name, const std::string& folder, bool save) {
   call.out_stride = shape->hidden;
   std::vector<Call> calls;
   for (unsigned set = 0; set < (tokens <= 256 ? 4 : 2); ++set) {
-    const std::vector<int> ids = uniform_ids(*shape, tokens, static_cast<unsigned>(tokens) * 31 + set);
+    const std::vector<int> ids =
+        one ? std::vector<int>(t, 3) : uniform_ids(*shape, tokens, static_cast<unsigned>(tokens) * 31 + set);
     auto* device_ids = memory.make<int>(ids.size());
     cuda_check(cudaMemcpy(device_ids, ids.data(), ids.size() * 4, cudaMemcpyHostToDevice), "cudaMemcpy");
     call.topk_ids = device_ids;
     call.topk_weights = memory.floats(t * kTopK, 9 + set, 0.0f, 1.0f);
-    call.x = memory.e4m3(t * h, 20 + set);
+    if (bf16_x) {
+      auto* x = memory.make<__nv_bfloat16>(t * h);
+      fill_bf16<<<1320, 256>>>(x, t * h, 20 + set);
+      call.x = x;
+    } else {
+      call.x = memory.e4m3(t * h, 20 + set);
+    }
     call.x_scale = memory.floats(block ? t * (h / 128) : 1, 30 + set, 1 / 128.f, 1 / 32.f);
     call.out = memory.make<uint16_t>(t * h);
     calls.push_back(call);

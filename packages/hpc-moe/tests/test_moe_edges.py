@@ -229,6 +229,18 @@ def test_config_rules() -> None:
     widest = [make(num_tokens=tokens, top_k=8, **sizes).rule[0] for tokens in (528, 529, 1152, 1153, 8192)]
     assert widest == [32, 64, 64, 128, 128]
     assert make(num_tokens=129, top_k=8, **{**sizes, "quant": "none"}).rule[0] == 128
+    narrow = {**sizes, "intermediate": 192}
+    fine = [make(num_tokens=tokens, top_k=8, **narrow).fine for tokens in (128, 129, 170, 171)]
+    assert fine == [False, True, True, False]
+    # Experts may have all tokens: of more than 128 the low regime's tiles are too many; but a small layer's are not.
+    assert [make(num_tokens=tokens, top_k=1, **sizes).regime for tokens in (128, 129)] == ["low", "mid"]
+    small = dict(num_local_experts=6, num_experts=6, hidden=640, intermediate=256, quant="block")
+    assert [make(num_tokens=tokens, top_k=2, **small).regime for tokens in (256, 257)] == ["low", "mid"]
+    fine = [make(num_tokens=tokens, top_k=2, **small).fine for tokens in (256, 257, 2048, 2049)]
+    assert fine == [False, True, True, False]
+    few = [make(num_tokens=tokens, top_k=8, **{**sizes, "intermediate": 192}) for tokens in (1, 4, 5)]
+    assert [each.few for each in few] == [True, True, False] and few[0].up_columns == 16
+    assert [each.x_in_workspace for each in few] == [each.h_quantised for each in few] == [False, False, True]
     assert low.h_is_bf16 and low.index_ctas == 0
     assert mid.x_in_workspace and not mid.h_is_bf16 and mid.index_ctas > 0
     few = make(num_tokens=8, top_k=8, batch_invariant=True, **sizes)

@@ -24,14 +24,25 @@ constexpr int32_t kMaxExperts = 1 << 16;  // over all ranks
 constexpr int32_t kMaxDim = 1 << 17;      // H and I
 constexpr int32_t kScaleK = 128;          // elements of H that share a scale
 constexpr int32_t kIndexCluster = 8;      // CTAs that make the index of a larger call together
-constexpr int32_t kLowInlinePairs = 16;   // pairs up to which the low regime's GEMMs quantise what they load
-constexpr int32_t kLowMaxPairs = 1024;    // (token, slot) pairs of the low regime: every CTA routes them itself
+// Calls of the low regime whose kernels take half an SM's shared memory each and hold x and h there (Config::few).
+constexpr int32_t kLowFewPairs = 32;                        // most pairs,
+constexpr int32_t kLowFewX = 16 << 10, kLowFewH = 8 << 10;  // elements of x, and of h
+constexpr int64_t kLowMaxTokens = 128;                      // of the low regime, and
+constexpr int32_t kLowMaxPairs = 1024;  // (token, slot) pairs of the low regime: every CTA routes them itself
 
 // Token tiles of the grouped GEMMs. Pairs would share weights by multicast; without it, fewer and wider tiles are
 // faster. Where experts have few rows, tiles are at most 32 or 64 rows: shared memory then holds more stages of
 // weights.
 constexpr grouped::TileRule kTileRule = {128, 8, 0};
 constexpr int64_t kRowsFor32 = 22, kRowsFor64 = 48;  // most rows an expert, on average, for such tiles
+
+// Rounding. The tensor core adds e4m3 products in about 14 bits; now and then an activation rounds to its neighbour for
+// it. Over many activations that is little, but in a small call one step may be a percent of the output. So the low
+// regime, whose sums are fp32, goes on to kLowAgainPairs where its tiles of 8 rows read at most kLowAgainBytes of
+// weights in all; and beyond it calls of at most kFewActivations promote sums every 32 of K, or of at most
+// kFewOfFewColumns in layers of at most kFewColumns columns of I over all experts.
+constexpr int64_t kLowAgainBytes = 32 << 20, kLowAgainPairs = 512;
+constexpr int64_t kFewActivations = 1 << 18, kFewOfFewColumns = 1 << 20, kFewColumns = 16 << 10;
 
 enum class Quant : int32_t { kNone = 0, kBlock = 1, kTensor = 2 };
 
@@ -73,10 +84,10 @@ struct Layout {
 struct Config {
   Regime regime;
   grouped::TileRule rule;
-  int32_t act_group;    // elements of I that share a scale, weights' and activations' alike: 128, or 64
-  bool x_in_workspace;  // x is quantised by a step of its own into x_q (else by the GEMM's load, or not at all)
-  bool h_is_bf16;       // the activation is stored as bf16: bf16 weights, or the down GEMM's load quantises it
-  bool h_quantised;  // bf16 h is quantised by a step of its own into h_q (else by the down GEMM's load, or not at all)
+  int32_t act_group;     // elements of I that share a scale, weights' and activations' alike: 128, or 64
+  bool x_in_workspace;   // x is quantised by a step of its own into x_q (else in the gate-up kernel, or not at all)
+  bool h_is_bf16;        // the activation is stored as bf16: bf16 weights, or it is quantised later
+  bool h_quantised;      // bf16 h is quantised by a step of its own into h_q (else in the down kernel, or not at all)
   int32_t num_chunks;    // 0 where there are no tokens
   int64_t chunk_tokens;  // tokens of every chunk but the last, which has no more
   int64_t chunk_rows;    // chunk_tokens * top_k: most rows of a chunk
@@ -85,6 +96,8 @@ struct Config {
   int32_t down_columns;  // columns of H a down task makes
   int32_t up_grid;       // CTAs of the gate-up kernel
   int32_t down_grid;     // CTAs of the down kernel
+  bool few;              // low: kernels of few pairs, which quantise x and h in each CTA
+  bool fine;             // gate-up promotes its sums every 32 of K, not every 128
   bool guess;            // gate-up CTAs load weights of their likely first task while the index is made
   int32_t index_ctas;    // CTAs of the index kernel (one cluster); 0 where the gate-up kernel routes for itself
   Layout layout;
@@ -144,11 +157,15 @@ inline Layout make_layout(const Problem& p, const Config& c) {
 
 }  // namespace detail
 
-// Most (token, slot) pairs of the low regime: 8 for an expert on average (one n8 step), and kLowMaxPairs. None where
-// the regime must not depend on the batch.
+// Most (token, slot) pairs of the low regime: 8 for an expert on average (one n8 step); of no more than kLowMaxTokens
+// tokens, as many rows as an expert can have; more where reading an expert's weights for every 8 rows is cheap, since
+// the low regime's sums are fp32; kLowMaxPairs at most. None where the regime must not depend on the batch.
 inline int64_t low_pairs(const Problem& p) {
-  const int64_t few = 8 * static_cast<int64_t>(p.num_experts);
-  return p.batch_invariant ? 0 : (few < kLowMaxPairs ? few : kLowMaxPairs);
+  const int64_t average = 8 * static_cast<int64_t>(p.num_experts), tokens = kLowMaxTokens * p.top_k;
+  const int64_t again = 8 * (kLowAgainBytes / (3 * static_cast<int64_t>(p.intermediate) * p.hidden));
+  const int64_t few = average < tokens ? average : tokens, more = again < kLowAgainPairs ? again : kLowAgainPairs;
+  const int64_t most = few > more ? few : more;
+  return p.batch_invariant ? 0 : (most < kLowMaxPairs ? most : kLowMaxPairs);
 }
 
 // Whether the low regime's kernels are used on a GPU (num_sms > 0). They multiply FP8 alone: bf16 weights take kMid.
@@ -183,21 +200,24 @@ inline Config make_config(const Problem& p) {
   const bool low = c.regime == Regime::kLow;
   c.rule = low ? grouped::TileRule{8, 8, 0} : tile_rule(p, c.chunk_rows);
   c.act_group = p.intermediate % 128 == 0 ? 128 : 64;
-  // In the low regime a GEMM's load can quantise, again in every task: cheaper than a launch for the fewest rows.
-  const bool apart = !low || c.chunk_rows > kLowInlinePairs;
-  c.x_in_workspace = p.quant != Quant::kNone && p.x_is_bf16 && apart;
+  c.few = low && c.chunk_rows <= kLowFewPairs && c.chunk_tokens * p.hidden <= kLowFewX &&
+          c.chunk_rows * p.intermediate <= kLowFewH;
+  c.x_in_workspace = p.quant != Quant::kNone && p.x_is_bf16 && !c.few;
   // In the low regime an activation group spans several gate-up tasks, so its amax is found later.
   c.h_is_bf16 = p.quant == Quant::kNone || (p.quant == Quant::kBlock && low);
-  c.h_quantised = p.quant == Quant::kBlock && low && apart;
+  c.h_quantised = p.quant == Quant::kBlock && low && !c.few;
   c.max_tiles = grouped::max_tiles(c.chunk_rows, p.num_local, c.rule);
 
-  c.up_columns = low ? 32 : c.act_group;
+  c.up_columns = !low ? c.act_group : c.few ? 16 : 32;
   c.down_columns = low ? (p.hidden <= 2048 ? 16 : 32) : 256;
   const int64_t up_tasks = c.max_tiles * detail::ceil_div(p.intermediate, c.up_columns);
   const int64_t down_tasks = (low ? 1 : c.max_tiles) * static_cast<int64_t>(detail::ceil_div(p.hidden, c.down_columns));
   c.up_grid = detail::grid(p.num_sms, up_tasks);
   c.down_grid = detail::grid(p.num_sms, down_tasks);
   c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 2048 ? kIndexCluster : 1);
+  const bool few_columns = static_cast<int64_t>(p.num_experts) * p.intermediate <= kFewColumns;
+  c.fine = !low && p.quant != Quant::kNone &&
+           (p.batch_invariant || c.chunk_rows * p.intermediate <= (few_columns ? kFewOfFewColumns : kFewActivations));
   // With at least 5 rows an expert on average nearly all have rows: the first tasks are known before the index is.
   c.guess = c.regime == Regime::kMid && c.chunk_rows >= 5 * static_cast<int64_t>(p.num_experts);
   c.layout = detail::make_layout(p, c);

@@ -130,10 +130,10 @@ struct GateUpEpilogue {
   }
 };
 
-template <Quant kQuant, bool kHalf, int kWidth>
+template <Quant kQuant, bool kHalf, int kWidth, bool kFine>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     gate_up_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
-  using T = Traits<Gemm::kUp, kQuant, kHalf, kWidth>;
+  using T = Traits<Gemm::kUp, kQuant, kHalf, kWidth, kFine>;
   run_gemm<T, false, GateUpEpilogue<T>>(&map, nullptr, p);
 }
 

@@ -12,6 +12,7 @@ namespace hpc::moe {
 // accumulators. Wider ones take turns in one set of registers.
 template <Gemm kGemm, Quant kQuant>
 constexpr int kBothTiles = kQuant == Quant::kBlock ? 80 : (kGemm == Gemm::kUp ? 96 : 0);
+constexpr int kBothFine = 64;  // the same where sums are promoted every 32 of K
 
 // The same number, which the compiler then knows to be one for the warp.
 __device__ __forceinline__ uint32_t uniform(uint32_t value) {
@@ -124,7 +125,7 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
     for (int k = 0; k < p.k_bytes / 128; ++k) run.template operator()<4>();
     if (p.k_bytes % 128) run.template operator()<2>();
   } else {
-    constexpr int kSteps = 4 / T::kGroups;
+    constexpr int kSteps = T::kFine ? 1 : 4 / T::kGroups;
 #pragma unroll 1
     for (int k = 0; k < num_k; ++k) {
       const uint32_t base = wait(), a = base + at.a, b = base + at.b;
@@ -133,7 +134,25 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
       const auto run = [&](int from, int g) {
         const float* rows = scale + at.rows + g * T::kWidth + 4 * (lane % 4);
         const auto weight = [&](int m) { return T::kBlock ? scale[2 * T::kWidth + g * 4 + at.weights + m] : 1.0f; };
-        if constexpr (N <= kBothTiles<T::kGemm, kQuant>) {  // the second is multiplied while the first is promoted
+        if constexpr (T::kFine && N <= kBothFine) {  // all of the stage, two products on their way
+          float part[2][N / 2];
+          const auto issue = [&](int i) {
+            wgmma_fence(part[i % 2]);
+            wgmma_arrive();
+            multiply<WgmmaType::kE4m3, 1, false, N>(part[i % 2], a + i % 2 * kTile + 2 * (i / 2), b + 2 * (i / 2));
+            wgmma_commit();
+          };
+          issue(0);
+          issue(1);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            i < 7 ? wgmma_wait<1>() : wgmma_wait<0>();
+            wgmma_fence(part[i % 2]);
+            promote<T::kBlock, N>(acc[i % 2], part[i % 2], weight(i % 2), rows);
+            if (i < 6) issue(i + 2);
+          }
+        } else if constexpr (!T::kFine &&
+                             N <= kBothTiles<T::kGemm, kQuant>) {  // the second is multiplied as the first is promoted
           float first[N / 2], second[N / 2];
           wgmma_fence(first);
           wgmma_arrive();
@@ -164,6 +183,10 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
         }
       };
       run(0, 0);
+      if constexpr (T::kFine && N > kBothFine) {
+#pragma unroll 1
+        for (int step = 1; step < 4; ++step) run(step, 0);
+      }
       if constexpr (T::kGroups == 2) {
         if ((k + 1) * 128 <= p.k_bytes) run(2, 1);
       }

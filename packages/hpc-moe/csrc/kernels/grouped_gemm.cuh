@@ -13,12 +13,11 @@
 // one arrival a producer thread, when its cp.async have landed), empty[s] (one a consumer warp). Before the first stage
 // of a task its TurnTask is written; the TMA thread's arrival releases it.
 // K order: 128 bytes a stage; sums are promoted to fp32 registers every scale group (128, or 64 of I), per tensor every
-// 128, or not at all (down of up to kDirectK of K). It depends on nothing but the shape, so a row has the same bits in
-// every tile width. Rows of a tile beyond its count hold whatever shared memory held: they only reach their own
-// columns, which nobody stores.
-// PDL: gate-up fills its first stages with the weights of its likely first task, then waits (the index is its
-// predecessor's); a wrong guess costs those stages. Down reads the index (two kernels old) and fills its first stages
-// with weights before it waits for h.
+// 128, or not at all (down of up to kDirectK of K), or every 32 (gate-up, Config::fine). It depends on nothing but the
+// Config, so a row has the same bits in every tile width. Rows of a tile beyond its count hold whatever shared memory
+// held: they only reach their own columns, which nobody stores. PDL: gate-up fills its first stages with the weights of
+// its likely first task, then waits (the index is its predecessor's); a wrong guess costs those stages. Down reads the
+// index (two kernels old) and fills its first stages with weights before it waits for h.
 #pragma once
 
 #include <cuda.h>
@@ -102,13 +101,15 @@ class StageRing {
   uint32_t stage_ = 0, phase_ = 0;
 };
 
-// A kernel. Elements of I that share a scale are 64 (kHalf) or 128; gate-up's K groups are 128 of H always.
-template <Gemm kTheGemm, Quant kTheQuant, bool kTheHalf, int kTheWidth>
+// A kernel. Elements of I that share a scale are 64 (kHalf) or 128; gate-up's K groups are 128 of H always. kFine
+// (gate-up): sums are promoted every 32 of K.
+template <Gemm kTheGemm, Quant kTheQuant, bool kTheHalf, int kTheWidth, bool kTheFine = false>
 struct Traits {
   static constexpr Gemm kGemm = kTheGemm;
   static constexpr Quant kQuant = kTheQuant;
   static constexpr bool kHalf = kTheHalf;
   static constexpr int kWidth = kTheWidth;
+  static constexpr bool kFine = kTheFine;
   using Smem = GemmSmem<kWidth>;
   static constexpr int kStages = Stages<kWidth>::kCount, kStageBytes = Stages<kWidth>::kBytes;
   using Ring = StageRing<kStages>;

@@ -23,7 +23,9 @@ struct Schedule {
   __device__ __forceinline__ Schedule(const GemmParams& params, int num_tiles, float b_scale)
       : p(params), tiles(num_tiles), scale(b_scale) {
     const int pairs = tiles * (p.units / 2), rest = pairs % static_cast<int>(gridDim.x);
-    split = !T::kPairsOnly && p.units % 2 == 0 && 2 * rest <= static_cast<int>(gridDim.x) ? rest : 0;
+    // With an odd number of units only where all tasks are one round.
+    const int halves = p.units % 2 == 0 ? 2 * rest : 2 * pairs + tiles;
+    split = !T::kPairsOnly && halves <= static_cast<int>(gridDim.x) ? rest : 0;
     whole = pairs - split;
     singles = 2 * split + p.units % 2 * tiles;
   }

@@ -4,37 +4,47 @@
 // shared memory: no partial results in memory, no atomics, sums in slot order. 256 threads: the warps are `streams`
 // groups of `splits` warps; a group takes every streams-th tile, its warps share the tile's scale groups (128 of I, or
 // 64). Rows 2 g and 2 g + 1 of a fragment's 16 columns are rows g and g + 8 of m16n8k16, so a thread has neighbouring
-// columns. Weights and h come through rings as in the gate-up kernel; bf16 h (block scales, very few rows) is quantised
-// as it leaves. Shared memory: rings | weight scales of each warp and slot | sums of the warps of a group, twice | y,
-// bf16 | topk_weights | routing; counters share the rings' memory. PDL: finds the routing, topk_weights and the first
-// weights before the wait (ids and topk_weights are two kernels old); h after it.
+// columns. Weights and h come through rings as in the gate-up kernel. Of few pairs (kFew), each CTA has all of h in
+// shared memory, quantised there if it was bf16 (block scales), and half an SM is enough for it, so that its weights
+// are on their way while gate-up runs. Shared memory: rings | weight scales of each warp and slot | sums of the warps
+// of a group, twice | y, bf16 | topk_weights | routing | h and its scales (kFew); counters share the rings' memory.
+// PDL: finds the routing, topk_weights and the first weights before the wait (ids and topk_weights are two kernels
+// old); h after it.
 #pragma once
 
 #include "kernels/low_common.cuh"
 
 namespace hpc::moe {
 
-// kBf16H: h comes as bf16 and is quantised here; else it is e4m3, with scales where they are by block.
-template <Quant kQuant, bool kBf16H, bool kHalf, int kFragments>
+template <Quant kQuant, bool kHalf, int kFragments, bool kFew>
 struct LowDown {
   static constexpr bool kBlock = kQuant == Quant::kBlock;
   static constexpr int kScaleBytes = 64;  // a warp's slot: 8 rows of h, weights
   static constexpr int kColumns = 16 * kFragments, kChunks = kHalf ? 1 : 2;
-  static constexpr int kWeights = kFragments * kChunks * 2, kVectors = kWeights + kChunks * (kBf16H ? 2 : 1);
+  static constexpr int kWeights = kFragments * kChunks * 2, kVectors = kWeights + (kFew ? 0 : kChunks);
   static constexpr int kPitch = kColumns * 2 + 4;  // bytes of a row of y, padded against conflicts
   static constexpr int kSumBytes = kLowWarps * kFragments * 512;
+  static constexpr int kPairs = kFew ? kLowFewPairs : kLowMaxPairs;
+  static constexpr int kHBytes = kFew ? kLowFewH + kLowFewPairs * 64 : 0, kHScales = kFew ? kLowFewH / 64 : 0;
+  static constexpr int kRest =
+      2 * kSumBytes + kPairs * (kPitch + 4) + static_cast<int>(sizeof(LowRoute)) + 16 + kHBytes + kHScales * 4;
   // As many slots as fit beside the rest: 64 to 96 KB of weights in flight.
-  static constexpr int kRest = 2 * kSumBytes + kLowMaxPairs * (kPitch + 4) + static_cast<int>(sizeof(LowRoute));
-  static constexpr int kFit = (232448 - kRest) / (kLowWarps * (kVectors * 512 + kScaleBytes));
-  static constexpr int kSlots = kFit < 8 ? kFit : 8;
+  template <int kCtasAnSm>
+  static constexpr int kFit = (kLowSmemBytes<kCtasAnSm> - kRest) / (kLowWarps * (kVectors * 512 + kScaleBytes));
+  static constexpr int kCtas = kFew && kFit<2> >= 2 ? 2 : 1;
+  static constexpr int kSlots = kFit<kCtas> < 8 ? kFit<kCtas> : 8;
   using Ring = LaneRing<kSlots, kVectors>;
   static constexpr int kScalesAt = kLowWarps * Ring::kBytes;
   static constexpr int kSumsAt = kScalesAt + kLowWarps * kSlots * kScaleBytes;
   static constexpr int kYAt = kSumsAt + 2 * kSumBytes;
-  static constexpr int kWeightsAt = kYAt + kLowMaxPairs * kPitch;
-  static constexpr int kRouteAt = kWeightsAt + kLowMaxPairs * 4;
-  static constexpr int kSmemBytes = kRouteAt + sizeof(LowRoute);
-  static_assert(sizeof(LowScratch) <= kScalesAt && kSmemBytes <= 232448);
+  static constexpr int kWeightsAt = kYAt + kPairs * kPitch;
+  static constexpr int kRouteAt = kWeightsAt + kPairs * 4;
+  static constexpr int kHAt = (kRouteAt + static_cast<int>(sizeof(LowRoute)) + 15) / 16 * 16;
+  static constexpr int kHScalesAt = kHAt + kHBytes;
+  static constexpr int kSmemBytes = kHScalesAt + kHScales * 4;
+  static constexpr bool kBf16H = kFew && kBlock;
+  using Staged = StagedRows<kBf16H, kBlock, 64 * kChunks, kLowFewH / (kLowThreads * (kBf16H ? 8 : 16))>;
+  static_assert(sizeof(LowScratch) <= kScalesAt && kSmemBytes <= kLowSmemBytes<kCtas>);
 
   const LowParams& p;
   const LowRoute& route;
@@ -73,12 +83,13 @@ struct LowDown {
     Source s{};
     s.weight = p.w2 + (static_cast<int64_t>(tile.expert) * p.hidden + column + 2 * g) * p.intermediate + 16 * t;
     s.bytes = g < tile.rows ? 16 : 0;
-    s.h = static_cast<const uint8_t*>(kBf16H ? p.h : p.h_quant) +
-          static_cast<int64_t>(tile.row + row) * p.intermediate * (kBf16H ? 2 : 1) + (kBf16H ? 32 : 16) * t;
+    if constexpr (!kFew) {
+      s.h = static_cast<const uint8_t*>(p.h_quant) + static_cast<int64_t>(tile.row + row) * p.intermediate + 16 * t;
+    }
     if (kBlock && lane == 8) {
       s.weight_scale = p.w2_scale + (static_cast<int64_t>(tile.expert) * (p.hidden / 128) + column / 128) * groups;
     }
-    if (kBlock && !kBf16H && lane < tile.rows) {
+    if (kBlock && !kFew && lane < tile.rows) {
       s.row_scale = p.h_scale + static_cast<int64_t>(tile.row + lane) * groups;
     }
     return s;
@@ -101,37 +112,40 @@ struct LowDown {
   }
 
   __device__ __forceinline__ void fill_rows(const Ring& ring, const Source& s, int group) const {
-    const uint8_t* h = s.h + group * (64 * kChunks * (kBf16H ? 2 : 1));
+    if constexpr (kFew) return;
+    const uint8_t* h = s.h + group * (64 * kChunks);
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      if constexpr (kBf16H) {
-        cp_async16(ring.at(kWeights + 2 * c), h + c * 128, s.bytes);
-        cp_async16(ring.at(kWeights + 2 * c + 1), h + c * 128 + 16, s.bytes);
-      } else {
-        cp_async16(ring.at(kWeights + c), h + c * 64, s.bytes);
-      }
-    }
-    if constexpr (kBlock && !kBf16H) {
+    for (int c = 0; c < kChunks; ++c) cp_async16(ring.at(kWeights + c), h + c * 64, s.bytes);
+    if constexpr (kBlock) {
       if (s.row_scale) cp_async4(scale_at(ring) + lane * 4, s.row_scale + group, 4);
     }
   }
 
-  __device__ __forceinline__ void multiply(const Ring& ring, float (&acc)[kFragments][4]) const {
+  // Where h lies of a tile (kFew): the lane's 16 bytes of row g, scales of rows 2 t and 2 t + 1.
+  struct InShared {
+    uint32_t h, scale[2];
+  };
+
+  __device__ __forceinline__ InShared in_shared(const LowTile& tile) const {
+    const int t = lane % 4;
+    const auto row_of = [&](int r) { return tile.row + (r < tile.rows ? r : 0); };
+    const auto scale = [&](int r) { return base + kHScalesAt + row_of(r) * groups * 4; };
+    return {base + kHAt + row_of(lane / 4) * staged_pitch(p.intermediate) + 16 * t, {scale(2 * t), scale(2 * t + 1)}};
+  }
+
+  __device__ __forceinline__ void multiply(const Ring& ring, const InShared& shared, int group,
+                                           float (&acc)[kFragments][4]) const {
     LowFragment fragment[kChunks];
     float first = 1.0f, second = 1.0f;  // scales of rows 2 t and 2 t + 1
-    if constexpr (kBf16H) {
-      const float row_scale = quantise_fragments<kQuant, kChunks>(ring, kWeights, 0.0f, fragment);
-      first = __shfl_sync(~0u, row_scale, 8 * (lane % 4));
-      second = __shfl_sync(~0u, row_scale, 8 * (lane % 4) + 4);
+    if constexpr (kFew) {
+      load_staged<kChunks>(shared.h + group * 64 * kChunks, fragment);
     } else {
       load_fragments<kChunks>(ring, kWeights, fragment);
     }
     if constexpr (kBlock) {
       const uint32_t at = scale_at(ring);
-      if constexpr (!kBf16H) {
-        first = lds_float(at + 8 * (lane % 4));
-        second = lds_float(at + 8 * (lane % 4) + 4);
-      }
+      first = lds_float(kFew ? shared.scale[0] + group * 4 : at + 8 * (lane % 4));
+      second = lds_float(kFew ? shared.scale[1] + group * 4 : at + 8 * (lane % 4) + 4);
       const float weight = lds_float(at + 32);
       first *= weight;
       second *= weight;
@@ -210,18 +224,26 @@ struct LowDown {
         fill_weights(ring, from, feed.group);
         advance(feed, from, more);
       }
+      if constexpr (kFew) cp_async_commit();
       ring.advance();
     }
     pdl_wait();
     pdl_trigger();
+    if constexpr (kFew) {  // rows past the live ones hold what memory held; nobody reads them
+      Staged staged(p.index.num_pairs, p.intermediate);
+      staged.load(kBf16H ? p.h : p.h_quant, static_cast<int64_t>(p.intermediate) * (kBf16H ? 2 : 1));
+      staged.store(smem + kHAt, reinterpret_cast<float*>(smem + kHScalesAt), 0.0f);
+      __syncthreads();
+    } else {
 #pragma unroll 1
-    for (int i = 0; i < kSlots; ++i) {
-      if (more_rows) {
-        fill_rows(ring, rows_from, rows.group);
-        advance(rows, rows_from, more_rows);
+      for (int i = 0; i < kSlots; ++i) {
+        if (more_rows) {
+          fill_rows(ring, rows_from, rows.group);
+          advance(rows, rows_from, more_rows);
+        }
+        cp_async_commit();
+        ring.advance();
       }
-      cp_async_commit();
-      ring.advance();
     }
 
     uint32_t sums = base + kSumsAt;
@@ -231,14 +253,16 @@ struct LowDown {
       const bool live = index < tiles;
       float acc[kFragments][4] = {};
       float scale = 1.0f;
+      InShared shared{};
       if (live) {
+        if constexpr (kFew) shared = in_shared(route.tiles[index]);
         // Asked for here, used at the tile's end.
         if (!kBlock) scale = p.w2_scale[route.tiles[index].expert] * *p.act_scale;
 #pragma unroll 1
         for (int group = part(); group < groups; group += splits) {
           cp_async_wait<kSlots - 1>();
           __syncwarp();
-          multiply(ring, acc);
+          multiply(ring, shared, group, acc);
           __syncwarp();
           if (more) {
             fill_weights(ring, from, feed.group);
@@ -287,17 +311,18 @@ struct LowDown {
   }
 };
 
-template <class Id, Quant kQuant, bool kBf16H, bool kHalf, int kFragments>
-__global__ void __launch_bounds__(kLowThreads, 1) low_down_kernel(const __grid_constant__ LowParams p, int splits) {
+template <class Id, Quant kQuant, bool kHalf, int kFragments, bool kFew>
+__global__ void __launch_bounds__(kLowThreads, LowDown<kQuant, kHalf, kFragments, kFew>::kCtas)
+    low_down_kernel(const __grid_constant__ LowParams p, int splits) {
   extern __shared__ __align__(128) uint8_t smem[];
-  using Down = LowDown<kQuant, kBf16H, kHalf, kFragments>;
+  using Down = LowDown<kQuant, kHalf, kFragments, kFew>;
   auto& route = *reinterpret_cast<LowRoute*>(smem + Down::kRouteAt);
   auto* weights = reinterpret_cast<float*>(smem + Down::kWeightsAt);
   for (int pair = threadIdx.x; pair < p.index.num_pairs; pair += kLowThreads) {
     const int token = pair / p.index.top_k, slot = pair - token * p.index.top_k;
     weights[pair] = p.reduce.topk_weights[token * p.reduce.weight_token_stride + slot * p.reduce.weight_slot_stride];
   }
-  low_route<Id>(p.index, route, *reinterpret_cast<LowScratch*>(smem));
+  low_route<Id, kFew>(p.index, route, *reinterpret_cast<LowScratch*>(smem));
   Down down{p,
             route,
             smem,

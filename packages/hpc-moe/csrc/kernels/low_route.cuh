@@ -33,9 +33,45 @@ struct LowScratch {
   uint32_t masks[kLowWarps][kMaxLocalExperts];
 };
 
-// Fills `route`. All threads of the CTA call it; it ends with a barrier.
+static_assert(kLowFewPairs <= 32);
+
+// low_route() of at most 32 pairs: one warp, a pair a lane, each counting the pairs before its own.
 template <class Id>
+__device__ __forceinline__ void low_route_few(const IndexParams& p, LowRoute& route) {
+  const int lane = threadIdx.x;
+  if (lane < 32) {
+    const int32_t id = lane < p.num_pairs ? PairReader<Id>(p)(lane) : -1;
+    const uint32_t key = static_cast<uint32_t>(id) << 5 | lane;  // no expert: behind all
+    int row = 0, same = 0, rank = 0;                             // rows before; of the expert, all and before
+#pragma unroll 4
+    for (int other = 0; other < p.num_pairs; ++other) {
+      const uint32_t theirs = __shfl_sync(~0u, key, other);
+      row += theirs < key;
+      same += theirs >> 5 == key >> 5;
+      rank += theirs >> 5 == key >> 5 && theirs < key;
+    }
+    const bool first = id >= 0 && rank % kLowTile == 0;
+    const uint32_t firsts = __ballot_sync(~0u, first);
+    int tile = 0;
+#pragma unroll 4
+    for (int other = 0; other < p.num_pairs; ++other) {
+      tile += (firsts >> other & 1) != 0 && __shfl_sync(~0u, key, other) < key;
+    }
+    if (first) {
+      route.tiles[tile] = {static_cast<uint16_t>(id), static_cast<uint16_t>(row),
+                           static_cast<uint16_t>(min(same - rank, kLowTile)), 0};
+    }
+    if (id >= 0) route.row_to_pair[row] = static_cast<uint16_t>(lane);
+    route.pair_to_row[lane] = id >= 0 ? static_cast<uint16_t>(row) : kNoLowRow;
+    if (lane == 0) route.num_tiles = __popc(firsts);
+  }
+  __syncthreads();
+}
+
+// Fills `route`. All threads of the CTA call it; it ends with a barrier. kFew: of at most kLowFewPairs pairs.
+template <class Id, bool kFew>
 __device__ __forceinline__ void low_route(const IndexParams& p, LowRoute& route, LowScratch& scratch) {
+  if constexpr (kFew) return low_route_few<Id>(p, route);
   constexpr int kPerThread = kLowMaxPairs / kLowThreads, kExperts = kMaxLocalExperts / kLowThreads;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const PairReader<Id> expert_of(p);

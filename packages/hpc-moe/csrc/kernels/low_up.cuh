@@ -1,26 +1,29 @@
 // Low regime, first of two kernels: routing, then h = silu(gate) * up of few rows an expert, weights streamed through
 // registers.
 //
-// Grid: one CTA an SM, tasks by static stride. A task is (tile of up to 8 rows of an expert, 32 columns of I). 256
-// threads: the warps share K, warp w takes scale groups (128 of H) w, w + 8, ... of every task; fragment f of m16n8k16
-// has gate rows of 8 columns as rows 0 to 7 and their up rows as rows 8 to 15, so gate and up of an element meet in a
-// thread. Weights and x come by cp.async into rings that each lane owns (hpc/fifo.cuh), filled across tasks; e4m3
-// becomes fp16 (exact), products sum in fp32. At a task's end the warps' sums are added in the order of the warps.
-// bf16 x is quantised as it leaves the ring. Block scales: h stays bf16, the down kernel quantises it (a group of h
-// spans tasks); per tensor: e4m3.
-// Shared memory: rings | scales of each warp and slot | two sum buffers | routing; counters share the rings' memory.
-// PDL: waits first.
+// Grid: one CTA an SM, tasks by static stride. A task is (tile of up to 8 rows of an expert, 8 * kFragments columns of
+// I). 256 threads: the warps share K, warp w takes scale groups (128 of H) w, w + 8, ... of every task; fragment f of
+// m16n8k16 has gate rows of 8 columns as rows 0 to 7 and their up rows as rows 8 to 15, so gate and up of an element
+// meet in a thread. Weights and x come by cp.async into rings that each lane owns (hpc/fifo.cuh), filled across tasks;
+// e4m3 becomes fp16 (exact), products sum in fp32. At a task's end the warps' sums are added in the order of the warps.
+// Block scales: h stays bf16 and is quantised later (a group of h spans tasks); per tensor: e4m3. Of few pairs (kFew),
+// each CTA has all of x in shared memory, quantised there if it was bf16, and half an SM is enough for it.
+// Shared memory: rings | scales of each warp and slot | two sum buffers | routing | x and its scales (kFew); counters
+// share the rings' memory.
+// PDL: waits first; where its predecessor only quantises x, finds the routing and loads the first weights before.
 #pragma once
 
 #include "kernels/low_common.cuh"
 
 namespace hpc::moe {
 
-template <Quant kQuant, bool kBf16X>
+template <Quant kQuant, bool kBf16X, bool kFew>
 struct LowUp {
+  static_assert(kFew || !kBf16X);
   static constexpr bool kBlock = kQuant == Quant::kBlock;
-  static constexpr int kColumns = 32, kFragments = 4, kChunks = 2;  // of a task; 64s of a scale group
-  static constexpr int kWeights = kFragments * kChunks * 2, kVectors = kWeights + kChunks * (kBf16X ? 2 : 1);
+  static constexpr int kFragments = kFew ? 2 : 4;
+  static constexpr int kColumns = 8 * kFragments, kChunks = 2;  // of a task; 64s of a scale group
+  static constexpr int kWeights = kFragments * kChunks * 2, kVectors = kWeights + (kFew ? 0 : kChunks);
   static constexpr int kSlots = 2;
   using Ring = LaneRing<kSlots, kVectors>;
   static constexpr int kScaleBytes = 64;  // a warp's slot: 8 rows of x, gate, up
@@ -28,8 +31,12 @@ struct LowUp {
   static constexpr int kScalesAt = kLowWarps * Ring::kBytes;
   static constexpr int kSumsAt = kScalesAt + kLowWarps * kSlots * kScaleBytes;
   static constexpr int kRouteAt = kSumsAt + 2 * kSumBytes;
-  static constexpr int kSmemBytes = kRouteAt + sizeof(LowRoute);
-  static_assert(sizeof(LowScratch) <= kScalesAt && kSmemBytes <= 232448);
+  static constexpr int kXAt = kRouteAt + (static_cast<int>(sizeof(LowRoute)) + 15) / 16 * 16;
+  static constexpr int kXScalesAt = kXAt + (kFew ? kLowFewX + kLowFewPairs * 64 : 0);
+  static constexpr int kSmemBytes = kXScalesAt + (kFew ? kLowFewX / 128 * 4 : 0);
+  static constexpr int kCtas = kFew ? 2 : 1;  // an SM: room for one of the down kernel
+  using Staged = StagedRows<kBf16X, kBlock, 128, kLowFewX / (kLowThreads * (kBf16X ? 8 : 16))>;
+  static_assert(sizeof(LowScratch) <= kScalesAt && kSmemBytes <= kLowSmemBytes<kCtas>);
 
   // Where a warp stands: a task and a scale group of it.
   struct Place {
@@ -69,14 +76,14 @@ struct LowUp {
     s.gate = p.w13 + (row + g) * p.hidden + 16 * t;
     s.bytes = g < tile.rows ? 16 : 0;
     const auto token_of = [&](int r) { return route.row_to_pair[tile.row + (r < tile.rows ? r : 0)] / p.index.top_k; };
-    s.x = p.x + token_of(g) * p.x_stride + (kBf16X ? 32 : 16) * t;
+    if constexpr (!kFew) s.x = p.x + token_of(g) * p.x_stride + 16 * t;
     if constexpr (kBlock) {
       if (lane == 8 || lane == 9) {  // gate, up
         const int block = p.intermediate % 128 == 0 ? 128 : 64;
         const int first = (column + (lane == 9 ? p.intermediate : 0)) / block;
         s.scale = p.w13_scale + (static_cast<int64_t>(tile.expert) * (2 * p.intermediate / block) + first) * groups;
         s.scale_step = 1;
-      } else if (!kBf16X && lane < tile.rows) {
+      } else if (!kFew && lane < tile.rows) {
         s.scale = p.x_scale + token_of(lane) * p.x_scale_stride;
         s.scale_step = p.x_scale_step;
       }
@@ -84,7 +91,7 @@ struct LowUp {
     return s;
   }
 
-  __device__ __forceinline__ void fill(const Ring& ring, const Source& s, int group) const {
+  __device__ __forceinline__ void fill_weights(const Ring& ring, const Source& s, int group) const {
     const int64_t eight = static_cast<int64_t>(8) * p.hidden, up = static_cast<int64_t>(p.intermediate) * p.hidden;
     const uint8_t* gate = s.gate + group * 128;
 #pragma unroll
@@ -95,27 +102,40 @@ struct LowUp {
         cp_async16(ring.at(4 * f + 2 * c + 1), gate + f * eight + up + c * 64);
       }
     }
-    const uint8_t* x = s.x + group * (kBf16X ? 256 : 128);
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      if constexpr (kBf16X) {
-        cp_async16(ring.at(kWeights + 2 * c), x + c * 128, s.bytes);
-        cp_async16(ring.at(kWeights + 2 * c + 1), x + c * 128 + 16, s.bytes);
-      } else {
-        cp_async16(ring.at(kWeights + c), x + c * 64, s.bytes);
-      }
-    }
     if constexpr (kBlock) {
-      if (s.scale) cp_async4(scales(ring) + lane * 4, s.scale + group * s.scale_step, 4);
+      if (lane == 8 || lane == 9) cp_async4(scales(ring) + lane * 4, s.scale + group * s.scale_step, 4);
     }
   }
 
+  __device__ __forceinline__ void fill_rows(const Ring& ring, const Source& s, int group) const {
+    if constexpr (kFew) return;
+    const uint8_t* x = s.x + group * 128;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) cp_async16(ring.at(kWeights + c), x + c * 64, s.bytes);
+    if constexpr (kBlock) {
+      if (lane < 8 && s.scale) cp_async4(scales(ring) + lane * 4, s.scale + group * s.scale_step, 4);
+    }
+  }
+
+  // Where x lies of the task that is multiplied (kFew): the lane's 16 bytes of row g, scales of rows 2 t and 2 t + 1.
+  struct InShared {
+    uint32_t x, scale[2];
+  };
+
+  __device__ __forceinline__ InShared in_shared(int task) const {
+    const LowTile tile = route.tiles[task / columns];
+    const auto token_of = [&](int r) { return route.row_to_pair[tile.row + (r < tile.rows ? r : 0)] / p.index.top_k; };
+    const int t = lane % 4;
+    const auto scale = [&](int r) { return base + kXScalesAt + token_of(r) * groups * 4; };
+    return {base + kXAt + token_of(lane / 4) * staged_pitch(p.hidden) + 16 * t, {scale(2 * t), scale(2 * t + 1)}};
+  }
+
   // acc += one scale group from the ring's current slot.
-  __device__ __forceinline__ void multiply(const Ring& ring, float inverse, float (&acc)[kFragments][4]) const {
+  __device__ __forceinline__ void multiply(const Ring& ring, const InShared& shared, int group,
+                                           float (&acc)[kFragments][4]) const {
     LowFragment fragment[kChunks];
-    float row_scale = 0.0f;  // of row g
-    if constexpr (kBf16X) {
-      row_scale = quantise_fragments<kQuant, kChunks>(ring, kWeights, inverse, fragment);
+    if constexpr (kFew) {
+      load_staged<kChunks>(shared.x + group * 128, fragment);
     } else {
       load_fragments<kChunks>(ring, kWeights, fragment);
     }
@@ -123,8 +143,8 @@ struct LowUp {
       const int t = lane % 4;
       const uint32_t at = scales(ring);
       float2 rows;
-      if constexpr (kBf16X) {
-        rows = make_float2(__shfl_sync(~0u, row_scale, 8 * t), __shfl_sync(~0u, row_scale, 8 * t + 4));
+      if constexpr (kFew) {
+        rows = make_float2(lds_float(shared.scale[0] + group * 4), lds_float(shared.scale[1] + group * 4));
       } else {
         rows = make_float2(lds_float(at + 8 * t), lds_float(at + 8 * t + 4));
       }
@@ -175,29 +195,56 @@ struct LowUp {
     }
   }
 
-  __device__ __forceinline__ void run() {
-    const float inverse = kBlock || !kBf16X ? 0.0f : static_inverse(*p.x_scale);
+  // kFew: `staged` x, asked for, and its scale: block, e4m3: the one that this thread puts down; per tensor: of all.
+  __device__ __forceinline__ void run(uint8_t* smem, const Staged& staged, float x_scale) {
     Ring ring(base + warp * Ring::kBytes, lane);
     const int first = blockIdx.x;
-    if (first >= tasks) return;
+    if (first >= tasks) {
+      if (p.x_is_predecessors) pdl_wait();  // a CTA's end counts as its trigger
+      return;
+    }
     // A warp without a scale group (K of fewer than 8) only adds zeros.
     const bool idle = warp >= groups;
     Place feed{first, warp};
     Source from = source(first);
     bool more = !idle;
-    const auto push = [&] {
-      if (more) {
-        fill(ring, from, feed.group);
-        const int task = feed.task;
-        more = next(feed);
-        if (more && feed.task != task) from = source(feed.task);
-      }
-      cp_async_commit();
+    const auto advance = [&](Place& at, Source& of, bool& any) {
+      const int task = at.task;
+      any = next(at);
+      if (any && at.task != task) of = source(at.task);
     };
+    // The first slots: weights, then the rows behind them.
+    Place rows = feed;
+    Source rows_from = from;
+    bool more_rows = more;
 #pragma unroll 1
     for (int i = 0; i < kSlots; ++i) {
-      push();
+      if (more) {
+        fill_weights(ring, from, feed.group);
+        advance(feed, from, more);
+      }
       ring.advance();
+    }
+    if (p.x_is_predecessors) {
+      pdl_wait();
+      pdl_trigger();
+    }
+#pragma unroll 1
+    for (int i = 0; i < kSlots; ++i) {
+      if (more_rows) {
+        fill_rows(ring, rows_from, rows.group);
+        advance(rows, rows_from, more_rows);
+      }
+      cp_async_commit();
+      ring.advance();
+    }
+    if constexpr (kFew) {
+      auto* scales_of_x = reinterpret_cast<float*>(smem + kXScalesAt);
+      if (kBlock && !kBf16X && static_cast<int>(threadIdx.x) < p.reduce.num_tokens * groups) {
+        scales_of_x[threadIdx.x] = x_scale;
+      }
+      staged.store(smem + kXAt, scales_of_x, kBlock || !kBf16X ? 0.0f : static_inverse(x_scale));
+      __syncthreads();
     }
     uint32_t sums = base + kSumsAt;
 #pragma unroll 1
@@ -205,13 +252,20 @@ struct LowUp {
       float acc[kFragments][4] = {};
       // Asked for here, used at the task's end.
       const float scale = kBlock ? 1.0f : p.w13_scale[route.tiles[task / columns].expert] * *p.x_scale;
+      InShared shared{};
+      if constexpr (kFew) shared = in_shared(task);
 #pragma unroll 1
       for (int group = warp; group < groups; group += kLowWarps) {
         cp_async_wait<kSlots - 1>();
         __syncwarp();
-        multiply(ring, inverse, acc);
+        multiply(ring, shared, group, acc);
         __syncwarp();
-        push();
+        if (more) {
+          fill_weights(ring, from, feed.group);
+          fill_rows(ring, from, feed.group);
+          advance(feed, from, more);
+        }
+        cp_async_commit();
         ring.advance();
       }
 #pragma unroll
@@ -227,14 +281,29 @@ struct LowUp {
   }
 };
 
-template <class Id, Quant kQuant, bool kBf16X>
-__global__ void __launch_bounds__(kLowThreads, 1) low_up_kernel(const __grid_constant__ LowParams p) {
+template <class Id, Quant kQuant, bool kBf16X, bool kFew>
+__global__ void __launch_bounds__(kLowThreads, LowUp<kQuant, kBf16X, kFew>::kCtas)
+    low_up_kernel(const __grid_constant__ LowParams p) {
   extern __shared__ __align__(128) uint8_t smem[];
-  using Up = LowUp<kQuant, kBf16X>;
+  using Up = LowUp<kQuant, kBf16X, kFew>;
   auto& route = *reinterpret_cast<LowRoute*>(smem + Up::kRouteAt);
-  pdl_wait();
-  pdl_trigger();
-  low_route<Id>(p.index, route, *reinterpret_cast<LowScratch*>(smem));
+  if (!p.x_is_predecessors) {
+    pdl_wait();
+    pdl_trigger();
+  }
+  typename Up::Staged staged(kFew ? p.reduce.num_tokens : 0, p.hidden);
+  float x_scale = 0.0f;
+  if constexpr (kFew) {
+    staged.load(p.x, p.x_stride);
+    static_assert(kLowFewX / 128 <= kLowThreads);
+    if (Up::kBlock && !kBf16X) {
+      const int groups = p.hidden / 128, token = threadIdx.x / groups, group = threadIdx.x - token * groups;
+      if (token < p.reduce.num_tokens) x_scale = p.x_scale[token * p.x_scale_stride + group * p.x_scale_step];
+    } else if (!Up::kBlock) {
+      x_scale = *p.x_scale;
+    }
+  }
+  low_route<Id, kFew>(p.index, route, *reinterpret_cast<LowScratch*>(smem));
   const int columns = p.intermediate / Up::kColumns;
   Up up{p,
         route,
@@ -244,7 +313,7 @@ __global__ void __launch_bounds__(kLowThreads, 1) low_up_kernel(const __grid_con
         p.hidden / 128,
         columns,
         route.num_tiles * columns};
-  up.run();
+  up.run(smem, staged, x_scale);
 }
 
 }  // namespace hpc::moe

@@ -92,6 +92,7 @@ struct LowParams {
   int64_t x_stride;      // bytes
   const float* x_scale;  // kBlock, x e4m3: [T, H / 128]; kTensor: [1]
   int64_t x_scale_stride, x_scale_step;
+  bool x_is_predecessors;  // the kernel before gate-up makes x, and nothing else
   const uint8_t* w13;      // [E, 2 I, H]
   const uint8_t* w2;       // [E, H, I]
   const float* w13_scale;  // kBlock: [E, 2 I / b, H / 128]; kTensor: [E]

@@ -50,16 +50,20 @@ __device__ void quantise_rows(const QuantiseParams& q, int64_t group, int64_t st
   const int lane = threadIdx.x % kLanes;
   const int groups = q.hidden / kGroup;
   const int64_t total = static_cast<int64_t>(q.num_tokens) * groups;
+  // Asked for before anything waits for the static scale.
+  const auto load = [&](int64_t g) {
+    if (g >= total) return make_uint4(0, 0, 0, 0);
+    const int64_t token = g / groups;
+    const int column = static_cast<int>(g - token * groups) * kGroup + lane * 8;
+    return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(q.x) + token * q.x_stride + column);
+  };
+  const int64_t first = group / kPerWarp * kPerWarp;
+  uint4 raw = load(first + group % kPerWarp);
   float inverse = kQuant == Quant::kTensor ? static_inverse(*q.x_scale) : 0.0f;
-  for (int64_t base = group / kPerWarp * kPerWarp; base < total; base += step) {
+  for (int64_t base = first; base < total; base += step) {
     const int64_t g = base + group % kPerWarp;
     const bool live = g < total;
-    const int64_t token = live ? g / groups : 0;
-    const int column = live ? static_cast<int>(g - token * groups) * kGroup + lane * 8 : 0;
-    uint4 raw = make_uint4(0, 0, 0, 0);
-    if (live) {
-      raw = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(q.x) + token * q.x_stride + column);
-    }
+    if (base != first) raw = load(g);
     const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&raw);
     float2 v[4];
     float amax = 0.0f;
@@ -82,7 +86,7 @@ __device__ void quantise_rows(const QuantiseParams& q, int64_t group, int64_t st
         words[i] = to_e4m3x2(v[2 * i].x * inverse, v[2 * i].y * inverse) |
                    static_cast<uint32_t>(to_e4m3x2(v[2 * i + 1].x * inverse, v[2 * i + 1].y * inverse)) << 16;
       }
-      *reinterpret_cast<uint2*>(static_cast<uint8_t*>(q.x_quant) + token * q.hidden + column) =
+      *reinterpret_cast<uint2*>(static_cast<uint8_t*>(q.x_quant) + g * kGroup + lane * 8) =
           make_uint2(words[0], words[1]);
     }
   }

@@ -102,7 +102,8 @@ void run_low(const Call& c, const Config& config, int num_sms, cudaStream_t stre
       p.x_scale_step = 1;
     }
   }
-  launch_low_up(c.quant, c.x_is_bf16 && !config.x_in_workspace, c.ids_are_int64, p, config.up_grid, stream);
+  p.x_is_predecessors = config.x_in_workspace;
+  launch_low_up(c.quant, c.x_is_bf16 && !config.x_in_workspace, config.few, c.ids_are_int64, p, config.up_grid, stream);
   if (config.h_quantised) {
     QuantiseParams q{};
     q.x = p.h;
@@ -114,8 +115,7 @@ void run_low(const Call& c, const Config& config, int num_sms, cudaStream_t stre
     launch_low_quantise_h(q, config.act_group, num_sms, stream);
     p.h_quant = q.x_quant;
   }
-  const bool bf16_h = config.h_is_bf16 && !config.h_quantised;
-  launch_low_down(c.quant, bf16_h, c.ids_are_int64, p, config.down_columns, stream);
+  launch_low_down(c.quant, config.few, c.ids_are_int64, p, config.down_columns, stream);
 }
 
 // The four kernels of tokens [begin, begin + tokens).
@@ -174,7 +174,9 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   up.weight_rows = 2 * c.intermediate;
   up.top_k = c.top_k;
   up.swiglu_limit = c.swiglu_limit;
-  if (c.kernels & 2u) launch_gate_up(c.quant, half, up_map, up, config.rule.max_rows, config.up_grid, stream);
+  if (c.kernels & 2u) {
+    launch_gate_up(c.quant, half, up_map, up, config.rule.max_rows, config.fine, config.up_grid, stream);
+  }
 
   GemmParams down{};
   down.routing = routing;

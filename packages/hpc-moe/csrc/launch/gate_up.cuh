@@ -10,15 +10,20 @@
 namespace hpc::moe {
 
 template <Quant kQuant, bool kHalf>
-void launch_gate_up_as(const CUtensorMap& map, const GemmParams& p, int widest, int grid, cudaStream_t stream) {
+void launch_gate_up_as(const CUtensorMap& map, const GemmParams& p, int widest, bool fine, int grid,
+                       cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(grid));
   config.block = dim3(kGemmThreads);
   config.stream = stream;
-  with_widest<kQuant>(widest, [&]<int kWidth>() {
+  const auto run = [&]<int kWidth, bool kFine>() {
     config.smem_bytes = kGemmSmemBytes<kWidth>;
-    launch(&gate_up_kernel<kQuant, kHalf, kWidth>, config, map, p);
-  });
+    launch(&gate_up_kernel<kQuant, kHalf, kWidth, kFine>, config, map, p);
+  };
+  if constexpr (kQuant != Quant::kNone) {
+    if (fine) return run.template operator()<kMaxWidth, true>();
+  }
+  with_widest<kQuant>(widest, [&]<int kWidth>() { run.template operator()<kWidth, false>(); });
 }
 
 }  // namespace hpc::moe

@@ -13,6 +13,7 @@ void launch_index(Quant quant, const IndexParams& p, const QuantiseParams& q, gr
   config.block = dim3(kIndexThreads);
   config.smem_bytes = index_smem_bytes(p.num_experts);
   config.stream = stream;
+  config.shared_carveout = true;  // a GEMM follows
   if (q.x == nullptr) quant = Quant::kNone;
   config.cluster = p.ctas;
   int64_t ctas = p.ctas;

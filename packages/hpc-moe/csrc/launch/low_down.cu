@@ -18,32 +18,31 @@ int splits_of(int groups) {
 
 }  // namespace
 
-void launch_low_down(Quant quant, bool bf16_h, bool wide_ids, const LowParams& p, int columns, cudaStream_t stream) {
+void launch_low_down(Quant quant, bool few, bool wide_ids, const LowParams& p, int columns, cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(p.hidden / columns));
   config.block = dim3(kLowThreads);
   config.stream = stream;
+  config.shared_carveout = true;  // as the kernels around it
   const bool half = p.intermediate % 128 != 0;
   const int splits = splits_of(p.intermediate / (half ? 64 : 128));
-  const auto run = [&]<Quant kQuant, bool kBf16H, bool kHalf, int kFragments>() {
-    config.smem_bytes = LowDown<kQuant, kBf16H, kHalf, kFragments>::kSmemBytes;
-    wide_ids ? launch(&low_down_kernel<int64_t, kQuant, kBf16H, kHalf, kFragments>, config, p, splits)
-             : launch(&low_down_kernel<int32_t, kQuant, kBf16H, kHalf, kFragments>, config, p, splits);
+  const auto run = [&]<Quant kQuant, bool kHalf, int kFragments, bool kFew>() {
+    config.smem_bytes = LowDown<kQuant, kHalf, kFragments, kFew>::kSmemBytes;
+    wide_ids ? launch(&low_down_kernel<int64_t, kQuant, kHalf, kFragments, kFew>, config, p, splits)
+             : launch(&low_down_kernel<int32_t, kQuant, kHalf, kFragments, kFew>, config, p, splits);
   };
-  const auto with_shape = [&]<Quant kQuant, bool kBf16H>() {
-    if (half) {
-      columns == 16 ? run.template operator()<kQuant, kBf16H, true, 1>()
-                    : run.template operator()<kQuant, kBf16H, true, 2>();
-    } else {
-      columns == 16 ? run.template operator()<kQuant, kBf16H, false, 1>()
-                    : run.template operator()<kQuant, kBf16H, false, 2>();
-    }
+  const auto with_columns = [&]<Quant kQuant, bool kHalf, bool kFew>() {
+    columns == 16 ? run.template operator()<kQuant, kHalf, 1, kFew>()
+                  : run.template operator()<kQuant, kHalf, 2, kFew>();
   };
-  if (quant == Quant::kTensor) {
-    with_shape.operator()<Quant::kTensor, false>();
-  } else {
-    bf16_h ? with_shape.operator()<Quant::kBlock, true>() : with_shape.operator()<Quant::kBlock, false>();
-  }
+  const auto with_shape = [&]<Quant kQuant, bool kHalf>() {
+    few ? with_columns.template operator()<kQuant, kHalf, true>()
+        : with_columns.template operator()<kQuant, kHalf, false>();
+  };
+  const auto with_quant = [&]<Quant kQuant>() {
+    half ? with_shape.template operator()<kQuant, true>() : with_shape.template operator()<kQuant, false>();
+  };
+  quant == Quant::kTensor ? with_quant.operator()<Quant::kTensor>() : with_quant.operator()<Quant::kBlock>();
 }
 
 }  // namespace hpc::moe

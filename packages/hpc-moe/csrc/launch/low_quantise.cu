@@ -14,9 +14,10 @@ void run(const QuantiseParams& q, int num_sms, cudaStream_t stream) {
   constexpr int64_t kColumns = 8 * kLowQuantiseThreads;  // a CTA's
   const int64_t columns = static_cast<int64_t>(q.num_tokens) * q.hidden;
   LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(std::min<int64_t>((columns + kColumns - 1) / kColumns, num_sms));
+  config.grid.x = static_cast<unsigned>(std::min<int64_t>((columns + kColumns - 1) / kColumns, 2 * num_sms));
   config.block = dim3(kLowQuantiseThreads);
   config.stream = stream;
+  config.shared_carveout = true;  // a GEMM follows
   launch(&low_quantise_kernel<kQuant, kGroup, kEarly>, config, q);
 }
 

@@ -296,12 +296,15 @@ struct Layer {
     GemmParams up = params(true);
     const GemmParams down = params(false);
     int bad = 0;
+    constexpr bool kFp8 = kQuant != Quant::kNone;
     for (const int way : {0, 1}) {
       up.guess = way == 0 && static_cast<int>(tiles.size()) >= c.experts;
       up.singles_first = way == 0;
       h.assign(h.size(), 0xEE);
-      emulation::run(static_cast<unsigned>(c.grid), kGemmThreads,
-                     [&] { gate_up_kernel<kQuant, kHalf, kWidth>(up_map, up); });
+      emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] {
+        way == 0 ? gate_up_kernel<kQuant, kHalf, kWidth, kFp8>(up_map, up)
+                 : gate_up_kernel<kQuant, kHalf, kWidth, (kFp8 && kWidth < 128)>(up_map, up);
+      });
       bad += check_h();
     }
     emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] {
