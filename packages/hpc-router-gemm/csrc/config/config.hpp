@@ -103,12 +103,16 @@ constexpr int stream_smem_bytes(int rows, int tokens, Weight weight, int stages,
   return stream_slot_offset(rows, tokens, weight, stages) + stream_slot_bytes(rows, tokens, split) + 16;
 }
 
-// k of a stage. 64 x 64 tiles, of which two CTAs share an SM, have small stages: few large ones wait for each other.
+// k of a stage. Tiles of one warpgroup have small stages: few large ones wait for each other.
 constexpr int tile_stage_k(int rows, int k_groups, int tokens, Weight weight) {
-  return rows == 64 && k_groups == 1 && tokens == 64 && weight != Weight::kBf16 ? 32 : 64;
+  const int most = weight == Weight::kFloat3 ? 104 : 128;  // registers: 64 x 128 by three terms would spill
+  const bool small = rows == 64 && k_groups == 1 && tokens >= 64 && tokens <= most;
+  return small && weight != Weight::kBf16 ? 32 : 64;
 }
+// Whole units of the swizzles' 1,024 bytes.
 constexpr int tile_stage_bytes(int rows, int k_groups, int tokens, Weight weight) {
-  return tile_stage_k(rows, k_groups, tokens, weight) * (rows * weight_bytes(weight) + tokens * 2);
+  return (tile_stage_k(rows, k_groups, tokens, weight) * (rows * weight_bytes(weight) + tokens * 2) + 1023) / 1024 *
+         1024;
 }
 // Stages of a block of k, and the fewest that work: some are read while others are multiplied.
 constexpr int tile_block_stages(int rows, int k_groups, int tokens, Weight weight) {

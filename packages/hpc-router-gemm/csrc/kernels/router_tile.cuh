@@ -28,6 +28,7 @@
 #include "hpc/pdl.cuh"
 #include "hpc/wgmma_rs.cuh"
 #include "kernels/router_tile_load.cuh"
+#include "kernels/router_tile_sum.cuh"
 #include "kernels/split.cuh"
 
 namespace hpc::router {
@@ -201,66 +202,12 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
   for (; block < blocks; ++block) multiply_block.template operator()<true, true>(block + 1 == blocks);
 }
 
-// What follows the products. A block is 64 rows x 8 tokens, one float4 (quad) a thread: {row, token}, {row, token + 1},
-// {row + 8, token}, {row + 8, token + 1}. Block index: row group * NT / 8 + token block. In a split sum rank r owns
-// params.sum_part blocks from r * sum_part on, the last ranks fewer or none.
-template <int WM, int NT>
-struct TileBlock {
-  static constexpr int kTokenBlocks = NT / 8;
-  static constexpr int kBlocks = WM * kTokenBlocks;
-  static constexpr int kBytes = 2048;
-};
-
-// Stores quads of one thread.
-struct TileStore {
-  float* y;  // at this thread's first row and token
-  int64_t stride;
-  int64_t tokens_left;
-  int rows_left;
-  bool whole;  // the tile has no row or token outside
-
-  __device__ __forceinline__ TileStore(const TileParams& p, int row0, int rows, int64_t token0, int tokens,
-                                       int thread) {
-    const int lane = thread % 32;
-    const int row = row0 + thread / 32 * 16 + 2 * (lane / 4 % 4) + lane / 16;
-    const int64_t token = token0 + 2 * (lane % 4);
-    stride = p.y_stride;
-    y = p.y + token * stride + row;
-    rows_left = p.n - row;
-    tokens_left = p.m - token;
-    whole = row0 + rows <= p.n && token0 + tokens <= p.m;
-  }
-  __device__ __forceinline__ void operator()(int row_group, int token_block, float4 v) const {
-    float* target = y + 8 * token_block * stride + 64 * row_group;
-    if (whole) {
-      target[0] = v.x;
-      target[8] = v.z;
-      target[stride] = v.y;
-      target[stride + 8] = v.w;
-      return;
-    }
-    const int64_t tokens = tokens_left - 8 * token_block;
-    const int rows = rows_left - 64 * row_group;
-    if (tokens > 0) {
-      if (rows > 0) target[0] = v.x;
-      if (rows > 8) target[8] = v.z;
-    }
-    if (tokens > 1) {
-      if (rows > 0) target[stride] = v.y;
-      if (rows > 8) target[stride + 8] = v.w;
-    }
-  }
-};
-
 template <int WM, int WK, int WN, int NT, Weight kWeight>
 __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
                                   TileShape<WM, WK, WN, NT, kWeight>::kMinCtas)
     router_tile_kernel(const TileParams p, const __grid_constant__ CUtensorMap weight_map,
                        const __grid_constant__ CUtensorMap x_map) {
   using Shape = TileShape<WM, WK, WN, NT, kWeight>;
-  using Block = TileBlock<WM, NT>;
-  constexpr int kBlocks = Shape::kTokens / 8;  // of a consumer
-  constexpr int kConsumerThreads = 128 * Shape::kConsumers;
   extern __shared__ uint8_t smem_raw[];
   TileMemory memory;
   memory.stages = (smem_address(smem_raw) + 1023) & ~1023u;
@@ -278,11 +225,11 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   TileProducer<WM, WK, WN, NT, kWeight> fill(p, warp - 4 * Shape::kConsumers, &weight_map, &x_map, memory);
   if (threadIdx.x % 32 == 0) {
     if (producer) {
-      fill.start();
+      if (fill.warp < kTileFillers) fill.start();
     } else if (warp == 0 && p.split > 1) {
       mbarrier_init(memory.sums_barrier, 1);
       const int owned = p.sum_blocks + (rank < p.sum_extra);
-      mbarrier_arrive_expect_tx(memory.sums_barrier, owned * (p.split - 1) * Block::kBytes);
+      mbarrier_arrive_expect_tx(memory.sums_barrier, owned * (p.split - 1) * kSumBlockBytes);
       mbarrier_init_fence();
     }
   }
@@ -290,7 +237,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   if (sums_apart) cluster_arrive_relaxed();  // the barriers of all ranks exist before a sum is sent
   if (producer) {
     if constexpr (Shape::kConsumers == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x % 32 == 0) {
+    if (threadIdx.x % 32 == 0 && fill.warp < kTileFillers) {
       fill.run();
     } else {
       pdl_wait();
@@ -316,131 +263,13 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
     multiply_tiles<WM, WK, WN, NT, kWeight, WK - 1>(p, group % WM, 0, memory, sum);
   }
 
-  int tid;  // anew: no register holds it during the products
+  // Anew: no register holds it during the products.
+  int tid;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
-  const int thread = tid % 128;
-  const int wm = tid / 128 % WM;
-  const int wk = WK == 1 ? 0 : tid / 128 / WM;
-  const int wn = WN == 1 ? 0 : tid / 128 / WM;
-
-  // The k groups exchange halves of their sums over the stages.
-  if constexpr (WK == 2) {
-    constexpr int kHalf = kBlocks / 2;  // token blocks of k group 0; the other has the rest
-    const uint32_t mine = memory.stages + (wm * 128 + thread) * 16;
-    constexpr int kStride = WM * Block::kBytes;
-    named_barrier_sync(1, kConsumerThreads);
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if ((b < kHalf) == (wk == 1)) {
-        store_shared_quad(mine + b * kStride, make_float4(sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]));
-      }
-    }
-    named_barrier_sync(1, kConsumerThreads);
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if ((b < kHalf) == (wk == 0)) {
-        const float4 v = load_shared_quad(mine + b * kStride);
-        sum[4 * b] += v.x;
-        sum[4 * b + 1] += v.y;
-        sum[4 * b + 2] += v.z;
-        sum[4 * b + 3] += v.w;
-      }
-    }
-  }
-  const auto owns_block = [&](int b) { return WK == 1 || (b < kBlocks / 2) == (wk == 0); };
-
-  const int64_t token0 = static_cast<int64_t>(blockIdx.z) * NT;
-  const TileStore store(p, blockIdx.y * Shape::kRows, Shape::kRows, token0, NT, thread);
-  if (p.split == 1) {
-    const auto store_all = [&] {
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        if (owns_block(b))
-          store(wm, wn * kBlocks + b, make_float4(sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]));
-      }
-    };
-    if (store.whole) {
-      store_all();
-    } else {
-      store_all();
-    }
-    return;
-  }
-
-  // Everybody has finished with its stages (relaxed: they were only read), and its barrier exists.
-  if (!sums_apart) {
-    cluster_arrive_relaxed();
-    cluster_wait();
-  }
-  const uint32_t sums = memory.stages + p.sums_offset;
-  // Block b of the tile is rank b % split's, its block b / split, and comes to it from everybody, itself included.
-  const int first_block = wm * Block::kTokenBlocks + wn * kBlocks;
-  const uint32_t my_slot = sums + rank * p.sum_part * Block::kBytes + thread * 16;
-  int owner = first_block % p.split;
-  int index = first_block / p.split;
-#pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-    if (owns_block(b)) {
-      const uint32_t slot = my_slot + index * Block::kBytes;
-      const float4 v = make_float4(sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]);
-      if (owner == rank) {
-        store_shared_quad(slot, v);  // read by this very thread
-      } else {
-        store_async_16(cluster_address(slot, owner), cluster_address(memory.sums_barrier, owner), v);
-      }
-    }
-    if (++owner == p.split) owner = 0, ++index;
-  }
-  if (rank >= Block::kBlocks) return;
-  mbarrier_wait(memory.sums_barrier, 0);
-  // The blocks of this k group's that this rank owns.
-  const int begin = WK == 2 && wk == 1 ? kBlocks / 2 : 0;
-  const int end = WK == 2 && wk == 0 ? kBlocks / 2 : kBlocks;
-  const auto add_and_store = [&]<int kSplit, int kUnroll>() {
-    const int split = kSplit > 0 ? kSplit : p.split;
-    int b = begin + (rank + p.split - (first_block + begin) % p.split) % p.split;
-    uint32_t slot = sums + (first_block + b) / p.split * Block::kBytes + thread * 16;
-    const uint32_t next_rank = p.sum_part * Block::kBytes;
-#pragma unroll 1
-    while (b < end) {
-      // All loads first: one after the other would wait for each.
-      float4 parts[kUnroll][kSplit > 0 ? kSplit : 1];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-#pragma unroll
-        for (int r = 0; r < (kSplit > 0 ? kSplit : 1); ++r) {
-          parts[u][r] = load_shared_quad(slot + (b + u * split < end ? u : 0) * Block::kBytes + r * next_rank);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        float4 v = parts[u][0];
-#pragma unroll
-        for (int r = 1; r < split; ++r) {
-          const float4 part = kSplit > 0 ? parts[u][r < kSplit ? r : 0] : load_shared_quad(slot + r * next_rank);
-          v.x += part.x;
-          v.y += part.y;
-          v.z += part.z;
-          v.w += part.w;
-        }
-        if (b + u * split < end) store(wm, wn * kBlocks + b + u * split, v);
-      }
-      b += kUnroll * split;
-      slot += kUnroll * Block::kBytes;
-    }
-  };
-  switch (p.split) {
-    case 2:
-      add_and_store.template operator()<2, 4>();
-      break;
-    case 4:
-      add_and_store.template operator()<4, 2>();
-      break;
-    case 8:
-      add_and_store.template operator()<8, 2>();
-      break;
-    default:
-      add_and_store.template operator()<0, 1>();
+  if (Shape::kConsumers == 1 || tid < 128) {
+    TileEnd<WM, WK, WN, NT, kWeight, 0>(p, memory, tid % 128).finish(sum);
+  } else {
+    TileEnd<WM, WK, WN, NT, kWeight, Shape::kConsumers - 1>(p, memory, tid % 128).finish(sum);
   }
 }
 

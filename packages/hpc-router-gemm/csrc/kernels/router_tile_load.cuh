@@ -10,6 +10,8 @@
 
 namespace hpc::router {
 
+constexpr int kTileFillers = 2;  // producer threads, of a warp each
+
 template <int WM, int WK, int WN, int NT, Weight kWeight>
 struct TileShape {
   static constexpr int kTerms = weight_terms(kWeight);
@@ -34,10 +36,12 @@ struct TileShape {
   static constexpr int kHalfBytes = kRows * 128;                  // one of them
   static constexpr int kWeightBytes = kHalfBytes * kBoxes;
   static constexpr int kStageBytes = tile_stage_bytes(kRows, WK, NT, kWeight);
+  static constexpr int kCopyBytes = kWeightBytes + NT * kStageK * 2;
   static_assert(kStageBytes % 1024 == 0 && kTokens * kStageK * 2 % 512 == 0, "swizzled rows are aligned");
-  // Stages requested before the first has come: all where the call starts under its predecessor, else few, since a CTA
-  // that starts late waits for everybody's.
-  static constexpr int kBurst = kConsumers == 1 ? kTileMaxStages : WM == 1 && NT >= 192 ? 2 : kProducers;
+  // A CTA that has its SM for itself requests kAtOnce stages at once and the others of its ring kPace cycles apart:
+  // such CTAs start at one time, and if each asked for all that it can hold, the last would wait for everybody's.
+  static constexpr int kAtOnce = 2;
+  static constexpr uint32_t kPace = kCopyBytes / 160;
 };
 
 __device__ __forceinline__ float2 load_shared_pair(uint32_t smem) {
@@ -90,14 +94,12 @@ struct TileBlocks {
   }
 };
 
-// The thread of producer warp `warp`: fills every kProducers-th slot of the ring with this CTA's part of k.
+// The thread of producer warp `warp`, 0 or 1: fills every second slot of the ring with this CTA's part of k. (One
+// thread alone takes 0.1 us a stage.) A slot is always filled by the same thread: waiting by parity, it must not miss a
+// phase.
 template <int WM, int WK, int WN, int NT, Weight kWeight>
 struct TileProducer {
   using Shape = TileShape<WM, WK, WN, NT, kWeight>;
-  static constexpr int kProducers = Shape::kProducers;
-  // Weights requested before the tokens of the first stage: all where the call starts under its predecessor; else few,
-  // or the first tokens would queue behind them.
-  static constexpr int kAhead = Shape::kConsumers == 1 ? kTileMaxStages : 2;
 
   const TileParams& p;
   int warp;
@@ -120,7 +122,7 @@ struct TileProducer {
     const uint32_t barrier = memory.full + slot * 8;
     const uint32_t target = memory.stages + slot * Shape::kStageBytes;
     const int k = k0 + i * Shape::kStageK;
-    mbarrier_arrive_expect_tx(barrier, Shape::kStageBytes);
+    mbarrier_arrive_expect_tx(barrier, Shape::kCopyBytes);
     if (Shape::kBoxes == 2 && p.weight_columns == 64) {  // the map has chunks of 32 columns, two to a copy
       tma_load_3d(target, weight_map, barrier, 0, row0, k / 32);
     } else {
@@ -133,36 +135,39 @@ struct TileProducer {
                 k0 + i * Shape::kStageK, token0);
   }
 
+  // Whether two CTAs share an SM: then this one is there before its predecessor's end. It fills its ring then, after
+  // the CTA's barrier, as waiting in start() would hold up the consumers instead.
+  __device__ __forceinline__ bool starts_early() const { return Shape::kConsumers == 1 && p.l2_prefetch; }
+
+  // Stages whose weights are requested before the predecessor's end. Where a CTA has its SM for itself, few: the first
+  // tokens would queue behind them; but a call of small parts waits for memory, which has nothing else to do then.
+  __device__ __forceinline__ int ahead() const { return starts_early() ? kTileMaxStages : p.split >= 8 ? 4 : 2; }
+
   // Before the CTA's first barrier, which takes time: this thread's slots of the ring, and mostly their first copies.
   __device__ __forceinline__ void start() const {
-    if (warp == 0) tma_prefetch_map(weight_map);
-    if (warp == 1) tma_prefetch_map(x_map);
+    tma_prefetch_map(warp == 0 ? weight_map : x_map);
 #pragma unroll 1
-    for (int slot = warp; slot < p.stages; slot += kProducers) {
+    for (int slot = warp; slot < p.stages; slot += kTileFillers) {
       mbarrier_init(memory.full + slot * 8, 1);
       mbarrier_init(memory.empty + slot * 8, 4 * Shape::kConsumers);
     }
     mbarrier_init_fence();
-    if (!meets_first()) copy_first();
+    if (!starts_early()) copy_first();
   }
-
-  // Whether the first copies follow the CTA's barrier: where the CTA is there before its predecessor's end, waiting in
-  // start() would hold up the consumers instead.
-  __device__ __forceinline__ bool meets_first() const { return Shape::kConsumers == 1 && p.l2_prefetch; }
 
   __device__ __forceinline__ void copy_first() const {
     const int early = min(p.stages, total);
-    const int ahead = min(early, kAhead);
+    const int at_once = starts_early() ? early : min(early, Shape::kAtOnce);
     if (!p.prefetch) pdl_wait();
 #pragma unroll 1
-    for (int i = warp; i < ahead; i += kProducers) load_weight(i, i);
-    if (Shape::kConsumers == 1 && p.l2_prefetch) {
+    for (int i = warp; i < min(early, ahead()); i += kTileFillers) load_weight(i, i);
+    if (starts_early()) {
 #pragma unroll 1
-      for (int i = warp; i < total; i += kProducers) {
+      for (int i = warp; i < total; i += kTileFillers) {
         const int k = k0 + i * Shape::kStageK;
-        const int turn = i / kProducers;  // what the CTAs of a row or column of tiles share is divided among them
+        const int turn = i / kTileFillers;  // what the CTAs of a row or column of tiles share is divided among them
         if (turn % gridDim.y == blockIdx.y) tma_prefetch_2d(x_map, k, token0);
-        if (i >= ahead && turn % gridDim.z == blockIdx.z) {
+        if (i >= early && turn % gridDim.z == blockIdx.z) {
           if (Shape::kBoxes == 2 && p.weight_columns == 64) {
             tma_prefetch_3d(weight_map, 0, row0, k / 32);
           } else {
@@ -175,30 +180,28 @@ struct TileProducer {
     if (p.prefetch) pdl_wait();
     pdl_trigger();
 #pragma unroll 1
-    for (int i = warp; i < min(early, Shape::kBurst); i += kProducers) {
-      if (i >= kAhead) load_weight(i, i);
-      load_x(i, i);
-    }
+    for (int i = warp; i < at_once; i += kTileFillers) load_x(i, i);
   }
 
   // Then the copies of all the rest.
   __device__ __forceinline__ void run() const {
-    if (meets_first()) copy_first();
-    if constexpr (Shape::kBurst < kTileMaxStages) {
+    if (starts_early()) {
+      copy_first();
+    } else {
+      const auto begin = static_cast<uint32_t>(clock());
 #pragma unroll 1
-      for (int i = warp; i < min(p.stages, total); i += kProducers) {
-        if (i < Shape::kBurst) continue;
-        mbarrier_wait(memory.full + (i - Shape::kBurst) * 8, 0);
-        load_weight(i, i);
+      for (int i = warp + Shape::kAtOnce; i < min(p.stages, total); i += kTileFillers) {
+        while (static_cast<uint32_t>(clock()) - begin < (i - Shape::kAtOnce + 1) * Shape::kPace) {
+        }
+        if (i >= ahead()) load_weight(i, i);
         load_x(i, i);
       }
     }
-    // A slot is always refilled by the same thread: waiting by parity, it must not miss a phase of it.
     uint32_t phase = 0;
 #pragma unroll 1
     for (int first = p.stages; first < total; first += p.stages, phase ^= 1) {
 #pragma unroll 1
-      for (int slot = warp; slot < p.stages && first + slot < total; slot += kProducers) {
+      for (int slot = warp; slot < p.stages && first + slot < total; slot += kTileFillers) {
         mbarrier_wait(memory.empty + slot * 8, phase);
         load_weight(slot, first + slot);
         load_x(slot, first + slot);

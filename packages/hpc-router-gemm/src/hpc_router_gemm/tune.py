@@ -41,7 +41,7 @@ def candidate_configs(m: int, n: int, k: int, terms: int, count: int) -> list["_
         if t <= max(32, 2 * m) and m >= 16
     ]
     found: dict[str, tuple[float, _C.Config]] = {}
-    for fields, stages in itertools.product(stream + tile, (0, 3, 4, 5, 6, 7, 8, 10)):
+    for fields, stages in itertools.product(stream + tile, (0, 3, 4, 5, 6, 7, 8, 10, 12)):
         try:
             config = _C.make_config(m=m, n=n, k=k, terms=terms, stages=stages, **fields)
         except ValueError:

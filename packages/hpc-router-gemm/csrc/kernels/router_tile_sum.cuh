@@ -1,0 +1,220 @@
+// The end of router_tile.cuh: what a consumer warpgroup does with its sums.
+//
+// A block is 64 rows x 8 tokens, one float4 (quad) a thread: {row, token}, {row, token + 1}, {row + 8, token}, {row +
+// 8, token + 1}. Block index: row group * NT / 8 + token block. In a split sum block b is rank b % split's, its block
+// b / split; every rank sends it there, the owner adds them in the order of ranks and stores.
+#pragma once
+
+#include "hpc/cluster.cuh"
+#include "kernels/router_tile_load.cuh"
+
+namespace hpc::router {
+
+// Stores quads of one thread.
+struct TileStore {
+  float* y;  // at this thread's first row and token
+  int64_t stride;
+  int64_t tokens_left;
+  int rows_left;
+  bool whole;  // the tile has no row or token outside
+
+  __device__ __forceinline__ TileStore(const TileParams& p, int row0, int rows, int64_t token0, int tokens,
+                                       int thread) {
+    const int lane = thread % 32;
+    const int row = row0 + thread / 32 * 16 + 2 * (lane / 4 % 4) + lane / 16;
+    const int64_t token = token0 + 2 * (lane % 4);
+    stride = p.y_stride;
+    y = p.y + token * stride + row;
+    rows_left = p.n - row;
+    tokens_left = p.m - token;
+    whole = row0 + rows <= p.n && token0 + tokens <= p.m;
+  }
+  __device__ __forceinline__ float* at(int row_group, int token_block) const {
+    return y + 8 * token_block * stride + 64 * row_group;
+  }
+  // `target` is at(row_group, token_block).
+  __device__ __forceinline__ void put(float* target, int row_group, int token_block, float4 v) const {
+    if (whole) {
+      target[0] = v.x;
+      target[8] = v.z;
+      target[stride] = v.y;
+      target[stride + 8] = v.w;
+      return;
+    }
+    const int64_t tokens = tokens_left - 8 * token_block;
+    const int rows = rows_left - 64 * row_group;
+    if (tokens > 0) {
+      if (rows > 0) target[0] = v.x;
+      if (rows > 8) target[8] = v.z;
+    }
+    if (tokens > 1) {
+      if (rows > 0) target[stride] = v.y;
+      if (rows > 8) target[stride + 8] = v.w;
+    }
+  }
+};
+
+__device__ __forceinline__ float4 add(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// A quad for `slot`, an address in shared memory: of this CTA where `own`, else of CTA `rank`, whose barrier counts it.
+__device__ __forceinline__ void send_quad(bool own, uint32_t slot, uint32_t barrier, uint32_t rank, float4 v) {
+  asm volatile(
+      "{\n.reg .pred own;\nsetp.ne.b32 own, %0, 0;\n"
+      "@own st.shared.v4.f32 [%1], {%4, %5, %6, %7};\n"
+      "@!own st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%2], {%4, %5, %6, %7}, [%3];\n}\n" ::
+          "r"(static_cast<int>(own)),
+      "r"(slot), "r"(cluster_address(slot, rank)), "r"(cluster_address(barrier, rank)), "f"(v.x), "f"(v.y), "f"(v.z),
+      "f"(v.w)
+      : "memory");
+}
+
+// For consumer kGroup, whose place in the tile and share of the blocks are constants: the code runs once a CTA, and
+// what it computes about addresses would take longer than what it moves.
+template <int WM, int WK, int WN, int NT, Weight kWeight, int kGroup>
+struct TileEnd {
+  using Shape = TileShape<WM, WK, WN, NT, kWeight>;
+  static constexpr int kRowGroup = kGroup % WM;
+  static constexpr int kPartner = WK == 1 ? 0 : kGroup / WM;                          // of the k groups
+  static constexpr int kTokenBlock = WN == 1 ? 0 : kGroup / WM * Shape::kTokens / 8;  // first of the sums'
+  static constexpr int kBlocks = Shape::kTokens / 8;
+  static constexpr int kTileBlocks = WM * NT / 8;
+  static constexpr int kFirst = kRowGroup * (NT / 8) + kTokenBlock;
+  // The blocks that are this consumer's when the k groups have exchanged theirs.
+  static constexpr int kBegin = WK == 2 && kPartner == 1 ? kBlocks / 2 : 0;
+  static constexpr int kEnd = WK == 2 && kPartner == 0 ? kBlocks / 2 : kBlocks;
+
+  const TileParams& p;
+  const TileMemory& memory;
+  const int thread;
+
+  __device__ __forceinline__ TileEnd(const TileParams& p, const TileMemory& memory, int thread)
+      : p(p), memory(memory), thread(thread) {}
+
+  static __device__ __forceinline__ float4 quad(const float (&sum)[Shape::kTokens / 2], int b) {
+    return make_float4(sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]);
+  }
+
+  __device__ __forceinline__ void finish(float (&sum)[Shape::kTokens / 2]) const {
+    if constexpr (WK == 2) exchange_groups(sum);
+    const TileStore store(p, blockIdx.y * Shape::kRows, Shape::kRows, static_cast<int64_t>(blockIdx.z) * NT, NT,
+                          thread);
+    if (p.split == 1) {
+      const auto store_all = [&] {
+#pragma unroll
+        for (int b = kBegin; b < kEnd; ++b) {
+          store.put(store.at(kRowGroup, kTokenBlock + b), kRowGroup, kTokenBlock + b, quad(sum, b));
+        }
+      };
+      if (store.whole) {
+        store_all();
+      } else {
+        store_all();
+      }
+      return;
+    }
+    // Everybody has finished with its stages (relaxed: they were only read), and its barrier exists.
+    if (p.sums_offset == 0) {
+      cluster_arrive_relaxed();
+      cluster_wait();
+    }
+    switch (p.split) {
+      case 2:
+        return sum_split<2>(store, sum);
+      case 4:
+        return sum_split<4>(store, sum);
+      case 8:
+        return sum_split<8>(store, sum);
+      case 16:
+        if constexpr (Shape::kConsumers == 1) return sum_split<16>(store, sum);
+      default:
+        return sum_any_split(store, sum);
+    }
+  }
+
+  // The k groups exchange halves of their sums over the stages.
+  __device__ __forceinline__ void exchange_groups(float (&sum)[Shape::kTokens / 2]) const {
+    const uint32_t mine = memory.stages + (kRowGroup * 128 + thread) * 16;
+    constexpr int kStride = WM * kSumBlockBytes;
+    named_barrier_sync(1, 128 * Shape::kConsumers);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if (b < kBegin || b >= kEnd) store_shared_quad(mine + b * kStride, quad(sum, b));
+    }
+    named_barrier_sync(1, 128 * Shape::kConsumers);
+#pragma unroll
+    for (int b = kBegin; b < kEnd; ++b) {
+      const float4 v = load_shared_quad(mine + b * kStride);
+      sum[4 * b] += v.x;
+      sum[4 * b + 1] += v.y;
+      sum[4 * b + 2] += v.z;
+      sum[4 * b + 3] += v.w;
+    }
+  }
+
+  // A split that is a power of two.
+  template <int kSplit>
+  __device__ __forceinline__ void sum_split(const TileStore& store, const float (&sum)[Shape::kTokens / 2]) const {
+    constexpr int kPartBytes = (kTileBlocks + kSplit - 1) / kSplit * kSumBlockBytes;
+    constexpr int kMost = (kEnd - kBegin + kSplit - 1) / kSplit;  // blocks of a rank
+    const int rank = blockIdx.x;
+    const uint32_t sums = memory.stages + p.sums_offset + thread * 16;
+    const uint32_t mine = sums + rank * kPartBytes;
+#pragma unroll
+    for (int b = kBegin; b < kEnd; ++b) {
+      const int owner = (kFirst + b) % kSplit;
+      send_quad(owner == rank, mine + (kFirst + b) / kSplit * kSumBlockBytes, memory.sums_barrier, owner, quad(sum, b));
+    }
+    const int first = kBegin + ((rank - kFirst - kBegin) & (kSplit - 1));
+    if (first >= kEnd) return;
+    const uint32_t source = sums + (kFirst + first) / kSplit * kSumBlockBytes;
+    float* const target = store.at(kRowGroup, kTokenBlock + first);
+    const int64_t next = 8 * kSplit * store.stride;
+    mbarrier_wait(memory.sums_barrier, 0);
+    float4 parts[kMost][kSplit];
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+#pragma unroll
+      for (int r = 0; r < kSplit; ++r) {
+        const int at = first + i * kSplit < kEnd ? i : 0;
+        parts[i][r] = load_shared_quad(source + at * kSumBlockBytes + r * kPartBytes);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      float4 v = parts[i][0];
+#pragma unroll
+      for (int r = 1; r < kSplit; ++r) v = add(v, parts[i][r]);
+      if (first + i * kSplit < kEnd) store.put(target + i * next, kRowGroup, kTokenBlock + first + i * kSplit, v);
+    }
+  }
+
+  __device__ __forceinline__ void sum_any_split(const TileStore& store, const float (&sum)[Shape::kTokens / 2]) const {
+    const int rank = blockIdx.x;
+    const int split = p.split;
+    const uint32_t part_bytes = p.sum_part * kSumBlockBytes;
+    const uint32_t sums = memory.stages + p.sums_offset + thread * 16;
+    int owner = (kFirst + kBegin) % split;
+    int index = (kFirst + kBegin) / split;
+#pragma unroll
+    for (int b = kBegin; b < kEnd; ++b) {
+      send_quad(owner == rank, sums + rank * part_bytes + index * kSumBlockBytes, memory.sums_barrier, owner,
+                quad(sum, b));
+      if (++owner == split) owner = 0, ++index;
+    }
+    int b = kBegin + (rank + split - (kFirst + kBegin) % split) % split;
+    uint32_t source = sums + (kFirst + b) / split * kSumBlockBytes;
+    if (b >= kEnd) return;
+    mbarrier_wait(memory.sums_barrier, 0);
+#pragma unroll 1
+    for (; b < kEnd; b += split, source += kSumBlockBytes) {
+      float4 v = load_shared_quad(source);
+#pragma unroll 4
+      for (int r = 1; r < split; ++r) v = add(v, load_shared_quad(source + r * part_bytes));
+      store.put(store.at(kRowGroup, kTokenBlock + b), kRowGroup, kTokenBlock + b, v);
+    }
+  }
+};
+
+}  // namespace hpc::router
