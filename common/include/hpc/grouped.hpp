@@ -29,7 +29,8 @@ namespace hpc::grouped {
 // How an expert's rows are cut into tiles. A tile's width is what the kernel multiplies (the tail is padding).
 struct TileRule {
   int32_t max_rows;  // widest tile, a multiple of granule
-  int32_t granule;   // widths are multiples of this (8: the smallest N of the matrix instruction)
+  int32_t granule;   // widths are multiples of this, and it divides max_rows (8: the smallest N of the matrix
+                     // instruction; 64: its M)
   int32_t even;      // nonzero: from two tiles up their number is even, so that pairs share the weights they load
 };
 
@@ -75,12 +76,16 @@ HPC_HD constexpr int32_t tile_rows(int32_t count, TileRule rule) {
   return (share + rule.granule - 1) / rule.granule * rule.granule;
 }
 
-// Rows of tile `tile`: the count is dealt evenly (the first count % tiles tiles take one row more), so that no tile is
-// empty; cutting at multiples of the width would leave empty ones (count = 32,640: 255 full tiles and one of nothing).
+// Rows of tile `tile`: granules are dealt evenly (the first tiles take one more; the last may hold a part of one), so
+// that no tile is empty; cutting at multiples of the width would leave empty ones (count = 32,640: 255 full tiles and
+// one of nothing). Single rows are dealt where an even number of tiles is more than there are granules.
 HPC_HD constexpr TileSpan tile_span(int32_t count, int32_t tile, TileRule rule) {
-  const int32_t tiles = num_tiles(count, rule);
-  const int32_t share = count / tiles, extra = count % tiles;
-  return {tile * share + (tile < extra ? tile : extra), share + (tile < extra ? 1 : 0)};
+  const int32_t tiles = num_tiles(count, rule), granules = count / rule.granule + (count % rule.granule != 0);
+  const int32_t dealt = granules < tiles ? 1 : rule.granule, pieces = granules < tiles ? count : granules;
+  const int32_t share = pieces / tiles, extra = pieces % tiles;
+  const int32_t first = (tile * share + (tile < extra ? tile : extra)) * dealt;
+  const int32_t rows = (share + (tile < extra ? 1 : 0)) * dealt;
+  return {first, rows < count - first ? rows : count - first};
 }
 
 // Most tiles that `rows` rows over `experts` experts can make, whatever the routing: sizes the task list and the grid.

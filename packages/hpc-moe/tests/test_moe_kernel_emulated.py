@@ -30,6 +30,8 @@ FAULTS = {
     3: ("if (first.expert != guess.expert ||", "if (emulation::fault != 3) if (first.expert != guess.expert ||"),
     # The second tile's rows are the first's.
     4: ("row_to_slot[tile_row + rows + thread]", "row_to_slot[tile_row + (emulation::fault == 4 ? 0 : rows) + thread]"),
+    # The up rows get the gate's scale.
+    5: ("* weights[m]", "* weights[emulation::fault == 5 ? 0 : m]"),
 }
 CASES = (
     "tensor,9,2,3,256,192,2,random,0,32",
@@ -49,6 +51,12 @@ CASES = (
     "block,75,1,2,256,128,2,one,0,128",
     "block,75,1,2,896,128,2,one,0,32",
     "none,60,2,3,128,192,3,random,0,128",
+    "block,190,2,2,256,192,3,random,0,128,tokens",
+    "block,150,1,2,256,256,3,one,0,128,tokens",
+    "block,50,1,2,640,192,3,one,0,128,tokens",
+    "block,50,1,2,128,128,1,one,0,128,tokens",
+    "block,330,1,2,256,128,2,one,0,128,tokens",
+    "block,130,1,2,384,64,2,one,0,128,tokens",
 )
 
 
@@ -105,4 +113,4 @@ def test_each_kernel_against_double_precision(program: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(program: pathlib.Path, fault: int) -> None:
-    assert run(program, fault, CASES[0], CASES[6], CASES[8]).returncode == 1
+    assert run(program, fault, CASES[0], CASES[6], CASES[8], CASES[-1]).returncode == 1

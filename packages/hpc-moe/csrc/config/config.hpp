@@ -34,6 +34,8 @@ constexpr int32_t kLowMaxPairs = 1024;  // (token, slot) pairs of the low regime
 // faster. Where experts have few rows, tiles are at most 32 or 64 rows: shared memory then holds more stages of
 // weights.
 constexpr grouped::TileRule kTileRule = {128, 8, 0};
+// By block, wide tiles are M (tokens_are_m()): then a scale of a row of x serves all of a thread's sums.
+constexpr grouped::TileRule kTokenTileRule = {128, 64, 0};
 constexpr int64_t kRowsFor32 = 22, kRowsFor64 = 48;  // most rows an expert, on average, for such tiles
 
 // Rounding. The tensor core adds e4m3 products in about 14 bits; now and then an activation rounds to its neighbour for
@@ -171,13 +173,19 @@ inline int64_t low_pairs(const Problem& p) {
 // Whether the low regime's kernels are used on a GPU (num_sms > 0). They multiply FP8 alone: bf16 weights take kMid.
 constexpr bool kLowOnGpu = true;
 
-// Rule of the token tiles above the low regime, for `rows` rows over all ranks.
-inline grouped::TileRule tile_rule(const Problem& p, int64_t rows) {
+// Rule of the token tiles above the low regime, for `rows` rows over all ranks. `fine`: Config's.
+inline grouped::TileRule tile_rule(const Problem& p, int64_t rows, bool fine) {
   grouped::TileRule rule = kTileRule;
   if (p.quant == Quant::kNone) return rule;
+  if (p.quant == Quant::kBlock && !fine && rows > kRowsFor64 * p.num_experts) return kTokenTileRule;
   if (rows <= kRowsFor64 * p.num_experts) rule.max_rows = 64;
   if (rows <= kRowsFor32 * p.num_experts) rule.max_rows = 32;
   return rule;
+}
+
+// Whether the GEMMs multiply tiles of a rule with tokens as M; else weights are M.
+constexpr bool tokens_are_m(const grouped::TileRule& rule) {
+  return rule.granule == kTokenTileRule.granule;
 }
 
 inline Regime choose_regime(const Problem& p, int64_t chunk_tokens) {
@@ -198,7 +206,10 @@ inline Config make_config(const Problem& p) {
   c.chunk_rows = c.chunk_tokens * p.top_k;
   c.regime = choose_regime(p, c.chunk_tokens);
   const bool low = c.regime == Regime::kLow;
-  c.rule = low ? grouped::TileRule{8, 8, 0} : tile_rule(p, c.chunk_rows);
+  const bool few_columns = static_cast<int64_t>(p.num_experts) * p.intermediate <= kFewColumns;
+  c.fine = !low && p.quant != Quant::kNone &&
+           (p.batch_invariant || c.chunk_rows * p.intermediate <= (few_columns ? kFewOfFewColumns : kFewActivations));
+  c.rule = low ? grouped::TileRule{8, 8, 0} : tile_rule(p, c.chunk_rows, c.fine);
   c.act_group = p.intermediate % 128 == 0 ? 128 : 64;
   c.few = low && c.chunk_rows <= kLowFewPairs && c.chunk_tokens * p.hidden <= kLowFewX &&
           c.chunk_rows * p.intermediate <= kLowFewH;
@@ -215,9 +226,6 @@ inline Config make_config(const Problem& p) {
   c.up_grid = detail::grid(p.num_sms, up_tasks);
   c.down_grid = detail::grid(p.num_sms, down_tasks);
   c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 2048 ? kIndexCluster : 1);
-  const bool few_columns = static_cast<int64_t>(p.num_experts) * p.intermediate <= kFewColumns;
-  c.fine = !low && p.quant != Quant::kNone &&
-           (p.batch_invariant || c.chunk_rows * p.intermediate <= (few_columns ? kFewOfFewColumns : kFewActivations));
   // With at least 5 rows an expert on average nearly all have rows: the first tasks are known before the index is.
   c.guess = c.regime == Regime::kMid && c.chunk_rows >= 5 * static_cast<int64_t>(p.num_experts);
   c.layout = detail::make_layout(p, c);

@@ -36,6 +36,41 @@ struct DownEpilogue {
   }
 };
 
+// By block, where tokens are M: four lanes have a unit's columns of two rows of each block, 8 neighbouring ones a
+// thread and store: 32 i + 8 t + 2 j + c (i, j < 4), which the map puts at shared row 32 i + 8 j + 2 t + c.
+template <class T>
+struct DownTokens {
+  static_assert(T::kBlock);
+  using Smem = typename T::Smem;
+  static __device__ __forceinline__ void prepare(const GemmParams&, Smem&) {}
+
+  template <int kBlocks>
+  static __device__ __forceinline__ void run(const GemmParams& p, Smem&, const TurnTask& task, const TokenBlocks& at,
+                                             int, float (&acc)[kBlocks][64]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = at.rows[b] + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * h;
+        if (row >= at.live) continue;
+        auto* out = static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(task.row + row) * p.out_columns +
+                    (task.unit + at.unit[b]) * 128 + lane % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          __nv_bfloat162 eight[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float* v = &acc[b][4 * (4 * i + j) + 2 * h];
+            eight[j] = __floats2bfloat162_rn(v[0], v[1]);
+          }
+          *reinterpret_cast<uint4*>(out + 32 * i) = *reinterpret_cast<const uint4*>(eight);
+        }
+      }
+    }
+  }
+};
+
 // kDirect: per tensor, K of at most kDirectK.
 template <Quant kQuant, bool kHalf, int kWidth, bool kDirect>
 __global__ void __launch_bounds__(kGemmThreads, 1)
@@ -43,6 +78,14 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
                 const __grid_constant__ GemmParams p) {
   using T = Traits<Gemm::kDown, kQuant, kHalf, kWidth>;
   run_gemm<T, kDirect, DownEpilogue<T>>(&map, &h_map, p);
+}
+
+template <bool kHalf>
+__global__ void __launch_bounds__(kGemmThreads, 1)
+    down_tokens_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap h_map,
+                       const __grid_constant__ GemmParams p) {
+  using T = Traits<Gemm::kDown, Quant::kBlock, kHalf, kMaxWidth, false, true>;
+  run_gemm<T, false, DownTokens<T>>(&map, &h_map, p);
 }
 
 }  // namespace hpc::moe

@@ -130,11 +130,96 @@ struct GateUpEpilogue {
   }
 };
 
+// By block, where tokens are M: four lanes have a unit's columns of two rows of each block, 16 neighbouring ones a
+// thread (the map puts weight row 16 t + 2 j + c at shared row 8 j + 2 t + c), and store without a detour.
+template <class T>
+struct GateUpTokens {
+  static_assert(T::kBlock);
+  using Smem = typename T::Smem;
+  static __device__ __forceinline__ void prepare(const GemmParams&, Smem&) {}
+
+  template <int kBlocks>
+  static __device__ __forceinline__ void run(const GemmParams& p, Smem& s, const TurnTask& task, const TokenBlocks& at,
+                                             int group, float (&acc)[kBlocks][64]) {
+    const int lane = threadIdx.x % 32, first_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const float bound = swiglu_bound(p.swiglu_limit);
+    const int64_t tile_row = task.row + (at.tile ? task.rows : 0);
+    float largest[kBlocks][2] = {};  // of the thread's two rows
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 32; i += 2) {
+        const float2 rounded = __bfloat1622float2(__floats2bfloat162_rn(
+            fast_swiglu(acc[b][i], acc[b][32 + i], bound), fast_swiglu(acc[b][i + 1], acc[b][33 + i], bound)));
+        acc[b][i] = rounded.x;
+        acc[b][i + 1] = rounded.y;
+        largest[b][i / 2 % 2] = fmaxf(largest[b][i / 2 % 2], fmaxf(fabsf(rounded.x), fabsf(rounded.y)));
+      }
+    }
+    group_amax<kBlocks>(s, group, first_row, largest);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      constexpr int kGroup = T::kHalf ? 64 : 128;
+      const int column = (task.unit + at.unit[b]) * 64;
+      const bool stores_scale = lane % 4 == 0 && (T::kHalf || (kBlocks == 2 ? b == 0 : group == 0));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = at.rows[b] + first_row + 8 * h;
+        if (row >= at.live) continue;
+        const GroupScale scale = group_scale(largest[b][h]);
+        if (stores_scale) p.out_scale[(tile_row + row) * (p.out_columns / kGroup) + column / kGroup] = scale.scale;
+        uint32_t words[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const float* v = &acc[b][8 * w + 2 * h];
+          words[w] = to_e4m3x2(v[0] * scale.inverse, v[1] * scale.inverse) |
+                     static_cast<uint32_t>(to_e4m3x2(v[4] * scale.inverse, v[5] * scale.inverse)) << 16;
+        }
+        *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + (tile_row + row) * p.out_columns + column +
+                                  lane % 4 * 16) = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+
+  // From a thread's largest magnitudes to those of its rows' scale groups.
+  template <int kBlocks>
+  static __device__ __forceinline__ void group_amax(Smem& s, int group, int first_row, float (&largest)[kBlocks][2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (!T::kHalf && kBlocks == 2) {
+        largest[0][h] = largest[1][h] = fmaxf(largest[0][h], largest[1][h]);
+      }
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        largest[b][h] = fmaxf(largest[b][h], __shfl_xor_sync(~0u, largest[b][h], 1));
+        largest[b][h] = fmaxf(largest[b][h], __shfl_xor_sync(~0u, largest[b][h], 2));
+      }
+    }
+    if constexpr (!T::kHalf && kBlocks == 1) {  // each warpgroup has half of the group's columns
+      if (threadIdx.x % 4 == 0) {
+        s.amax[0][group][first_row] = largest[0][0];
+        s.amax[0][group][first_row + 8] = largest[0][1];
+      }
+      named_barrier_sync(1, kConsumers);
+      largest[0][0] = fmaxf(largest[0][0], s.amax[0][1 - group][first_row]);
+      largest[0][1] = fmaxf(largest[0][1], s.amax[0][1 - group][first_row + 8]);
+      named_barrier_sync(1, kConsumers);
+    }
+  }
+};
+
 template <Quant kQuant, bool kHalf, int kWidth, bool kFine>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     gate_up_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
   using T = Traits<Gemm::kUp, kQuant, kHalf, kWidth, kFine>;
   run_gemm<T, false, GateUpEpilogue<T>>(&map, nullptr, p);
+}
+
+template <bool kHalf>
+__global__ void __launch_bounds__(kGemmThreads, 1)
+    gate_up_tokens_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
+  using T = Traits<Gemm::kUp, Quant::kBlock, kHalf, kMaxWidth, false, true>;
+  run_gemm<T, false, GateUpTokens<T>>(&map, nullptr, p);
 }
 
 }  // namespace hpc::moe

@@ -102,14 +102,15 @@ class StageRing {
 };
 
 // A kernel. Elements of I that share a scale are 64 (kHalf) or 128; gate-up's K groups are 128 of H always. kFine
-// (gate-up): sums are promoted every 32 of K.
-template <Gemm kTheGemm, Quant kTheQuant, bool kTheHalf, int kTheWidth, bool kTheFine = false>
+// (gate-up): sums are promoted every 32 of K. kTokens: tokens are M (grouped_tokens.cuh).
+template <Gemm kTheGemm, Quant kTheQuant, bool kTheHalf, int kTheWidth, bool kTheFine = false, bool kTheTokens = false>
 struct Traits {
   static constexpr Gemm kGemm = kTheGemm;
   static constexpr Quant kQuant = kTheQuant;
   static constexpr bool kHalf = kTheHalf;
   static constexpr int kWidth = kTheWidth;
   static constexpr bool kFine = kTheFine;
+  static constexpr bool kTokens = kTheTokens;
   using Smem = GemmSmem<kWidth>;
   static constexpr int kStages = Stages<kWidth>::kCount, kStageBytes = Stages<kWidth>::kBytes;
   using Ring = StageRing<kStages>;

@@ -3,27 +3,36 @@
 
 #include "kernels/grouped_consume.cuh"
 #include "kernels/grouped_tasks.cuh"
+#include "kernels/grouped_tokens.cuh"
 
 namespace hpc::moe {
 
-// The map's coordinate of a unit: in the groups of 16 (gate-up) or 32 (down) weight rows that it is made of. The maps
-// put rows in an order that leaves neighbouring output columns in one thread's registers (launch/weight_map.cu).
-template <Gemm kGemm>
+// The map's coordinate of a unit: in the groups of weight rows that it is made of, 16 (gate-up; 64 where tokens are M)
+// or 32 (down). The maps put rows in an order that leaves neighbouring output columns in one thread's registers
+// (launch/weight_map.cu).
+template <class T>
 __device__ __forceinline__ int weight_coordinate(const GemmParams& p, int expert, int unit) {
-  return expert * (p.weight_rows / (kGemm == Gemm::kUp ? 16 : 32)) + unit * 4;
+  constexpr int kRows = T::kGemm == Gemm::kDown ? 32 : T::kTokens ? 64 : 16;
+  return expert * (p.weight_rows / kRows) + unit * (T::kGemm == Gemm::kDown ? 128 / kRows : 64 / kRows);
 }
 
 // Weights of one stage, by one thread, which has announced their bytes.
-template <Gemm kGemm>
+template <class T>
 __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensorMap* map, int row, int units, int k,
                                              uint32_t smem, uint32_t full, uint64_t policy) {
-  for (int i = 0; i < units; ++i) {
-    if constexpr (kGemm == Gemm::kUp) {
-      tma_load_4d(smem + i * kUnitBytes, map, full, k * 128, 0, 0, row + 4 * i, policy);
-      tma_load_4d(smem + i * kUnitBytes + kUnitBytes / 2, map, full, k * 128, 0, 0, row + 4 * i + p.out_columns / 16,
-                  policy);
+  for (int i = 0; i < units; ++i, smem += kUnitBytes) {
+    if constexpr (T::kGemm == Gemm::kDown) {
+      if constexpr (T::kTokens) {
+        tma_load_5d(smem, map, full, k * 128, 0, 0, 0, row + 4 * i, policy);
+      } else {
+        tma_load_5d(smem, map, full, k * 128, 0, 0, row + 4 * i, 0, policy);
+      }
+    } else if constexpr (T::kTokens) {
+      tma_load_5d(smem, map, full, k * 128, 0, 0, 0, row + i, policy);
+      tma_load_5d(smem + kUnitBytes / 2, map, full, k * 128, 0, 0, 0, row + i + p.out_columns / 64, policy);
     } else {
-      tma_load_5d(smem + i * kUnitBytes, map, full, k * 128, 0, 0, row + 4 * i, 0, policy);
+      tma_load_4d(smem, map, full, k * 128, 0, 0, row + 4 * i, policy);
+      tma_load_4d(smem + kUnitBytes / 2, map, full, k * 128, 0, 0, row + 4 * i + p.out_columns / 16, policy);
     }
   }
 }
@@ -49,10 +58,10 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
   using Tasks = Schedule<T>;
   int prefetched = 0;  // stages whose weights are on their way before the wait
   const auto prefetch = [&](const TurnTask& task) {
-    const int row = weight_coordinate<kGemm>(p, task.expert, task.unit);
+    const int row = weight_coordinate<T>(p, task.expert, task.unit);
     for (int k = 0; k < min(kStages, num_k); ++k) {
       mbarrier_expect_tx(full + k * 8, task.units * kUnitBytes);
-      load_weights<kGemm>(p, map, row, task.units, k, stages + k * kStageBytes, full + k * 8, policy);
+      load_weights<T>(p, map, row, task.units, k, stages + k * kStageBytes, full + k * 8, policy);
     }
   };
   [[maybe_unused]] TurnTask guess{};
@@ -156,7 +165,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
       if constexpr (T::kTwoTiles) source2[i] = row < second ? s.token[kWidth + row] * p.b_stride : kNoRow;
     }
     const uint32_t row_bytes = kGemm == Gemm::kUp ? 0 : (rows + kRowsBox - 1) / kRowsBox * kRowsBox * 128;
-    const int weights = weight_coordinate<kGemm>(p, expert, unit);
+    const int weights = weight_coordinate<T>(p, expert, unit);
     // Thread r brings the scales of the tiles' rows r, threads 0 to 3 those of the weights' four m64 tiles.
     const float *row_scale = nullptr, *row_scale2 = nullptr, *weight_scale = nullptr;
     if constexpr (T::kBlock) {
@@ -178,7 +187,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
         if (thread == 0) mbarrier_arrive_expect_tx(full + head.stage() * 8, row_bytes);  // the task is published
       } else if (thread == 0) {
         mbarrier_arrive_expect_tx(full + head.stage() * 8, units * kUnitBytes + row_bytes);
-        load_weights<kGemm>(p, map, weights, units, k, stage, full + head.stage() * 8, policy);
+        load_weights<T>(p, map, weights, units, k, stage, full + head.stage() * 8, policy);
       }
       if constexpr (kGemm == Gemm::kUp) {
         const uint8_t* from = p.b + k * 128 + chunk * 16;
@@ -242,7 +251,11 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const CUtensorM
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     pdl_wait();  // nothing may be stored before
     pdl_trigger();
-    consume<T, kDirect, Epilogue>(p, s);
+    if constexpr (T::kTokens) {
+      consume_tokens<T, Epilogue>(p, s);
+    } else {
+      consume<T, kDirect, Epilogue>(p, s);
+    }
   }
 }
 

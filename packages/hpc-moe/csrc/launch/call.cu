@@ -174,8 +174,9 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   up.weight_rows = 2 * c.intermediate;
   up.top_k = c.top_k;
   up.swiglu_limit = c.swiglu_limit;
+  const bool as_m = tokens_are_m(config.rule);
   if (c.kernels & 2u) {
-    launch_gate_up(c.quant, half, up_map, up, config.rule.max_rows, config.fine, config.up_grid, stream);
+    launch_gate_up(c.quant, half, up_map, up, as_m, config.rule.max_rows, config.fine, config.up_grid, stream);
   }
 
   GemmParams down{};
@@ -198,7 +199,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   down.weight_rows = c.hidden;
   down.top_k = c.top_k;
   if (c.kernels & 4u) {
-    launch_down(c.quant, half, down_map, h_map, down, config.rule.max_rows, config.down_grid, stream);
+    launch_down(c.quant, half, down_map, h_map, down, as_m, config.rule.max_rows, config.down_grid, stream);
   }
 
   if (c.kernels & 8u) launch_reduce(reduce_params(c, begin, tokens, down.out, routing.slot_to_row), num_sms, stream);
@@ -213,10 +214,11 @@ void run(const Call& c, const Config& config, int num_sms, cudaStream_t stream) 
   }
   const int element = c.quant == Quant::kNone ? 2 : 1;
   const int64_t experts = c.num_local;
+  const bool as_m = tokens_are_m(config.rule);
   const CUtensorMap up_map =
-      gate_up_weight_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element);
+      gate_up_weight_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element, as_m);
   const CUtensorMap down_map =
-      down_weight_map(c.w2, experts * c.hidden, static_cast<int64_t>(c.intermediate) * element);
+      down_weight_map(c.w2, experts * c.hidden, static_cast<int64_t>(c.intermediate) * element, as_m);
   const CUtensorMap h_map = down_row_map(at<uint8_t>(c.workspace, config.layout.h), config.chunk_rows,
                                          static_cast<int64_t>(c.intermediate) * element);
   for (int64_t begin = 0; begin < c.tokens; begin += config.chunk_tokens) {

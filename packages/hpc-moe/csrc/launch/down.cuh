@@ -10,12 +10,19 @@
 namespace hpc::moe {
 
 template <Quant kQuant, bool kHalf>
-void launch_down_as(const CUtensorMap& map, const CUtensorMap& h_map, const GemmParams& p, int widest, int grid,
-                    cudaStream_t stream) {
+void launch_down_as(const CUtensorMap& map, const CUtensorMap& h_map, const GemmParams& p, bool tokens, int widest,
+                    int grid, cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(grid));
   config.block = dim3(kGemmThreads);
   config.stream = stream;
+  if constexpr (kQuant == Quant::kBlock) {
+    if (tokens) {
+      config.smem_bytes = kGemmSmemBytes<kMaxWidth>;
+      launch(&down_tokens_kernel<kHalf>, config, map, h_map, p);
+      return;
+    }
+  }
   with_widest<kQuant>(widest, [&]<int kWidth>() {
     config.smem_bytes = kGemmSmemBytes<kWidth>;
     if constexpr (kQuant == Quant::kTensor) {

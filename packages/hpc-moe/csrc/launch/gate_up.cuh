@@ -10,12 +10,19 @@
 namespace hpc::moe {
 
 template <Quant kQuant, bool kHalf>
-void launch_gate_up_as(const CUtensorMap& map, const GemmParams& p, int widest, bool fine, int grid,
+void launch_gate_up_as(const CUtensorMap& map, const GemmParams& p, bool tokens, int widest, bool fine, int grid,
                        cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(grid));
   config.block = dim3(kGemmThreads);
   config.stream = stream;
+  if constexpr (kQuant == Quant::kBlock) {
+    if (tokens) {
+      config.smem_bytes = kGemmSmemBytes<kMaxWidth>;
+      launch(&gate_up_tokens_kernel<kHalf>, config, map, p);
+      return;
+    }
+  }
   const auto run = [&]<int kWidth, bool kFine>() {
     config.smem_bytes = kGemmSmemBytes<kWidth>;
     launch(&gate_up_kernel<kQuant, kHalf, kWidth, kFine>, config, map, p);

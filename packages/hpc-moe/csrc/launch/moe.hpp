@@ -13,18 +13,18 @@ void launch_index(Quant quant, const IndexParams& p, const QuantiseParams& q, gr
                   int num_sms, cudaStream_t stream);
 
 // The grouped GEMMs. `half`: I % 128 != 0, so that its scales are per 64. `map`: see weight_map().
-// `widest`: of the token tiles; `fine`: Config's, for which there is one instance.
-void launch_gate_up(Quant quant, bool half, const CUtensorMap& map, const GemmParams& p, int widest, bool fine,
-                    int grid, cudaStream_t stream);
+// `tokens`: are M; `widest`: of the token tiles; `fine`: Config's, for which there is one instance.
+void launch_gate_up(Quant quant, bool half, const CUtensorMap& map, const GemmParams& p, bool tokens, int widest,
+                    bool fine, int grid, cudaStream_t stream);
 void launch_down(Quant quant, bool half, const CUtensorMap& map, const CUtensorMap& h_map, const GemmParams& p,
-                 int widest, int grid, cudaStream_t stream);
+                 bool tokens, int widest, int grid, cudaStream_t stream);
 
 void launch_reduce(const ReduceParams& p, int num_sms, cudaStream_t stream);
 
 // Tensor maps of the weights, with the row orders that kernels/gate_up.cuh and kernels/down.cuh describe.
 // `rows`: E * 2 I or E * H; `row_bytes`: of K.
-CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes);
-CUtensorMap down_weight_map(const void* w2, int64_t rows, int64_t row_bytes);
+CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes, bool tokens);
+CUtensorMap down_weight_map(const void* w2, int64_t rows, int64_t row_bytes, bool tokens);
 // And of h, `rows` of it.
 CUtensorMap down_row_map(const void* h, int64_t rows, int64_t row_bytes);
 

@@ -5,9 +5,17 @@
 
 namespace hpc::moe {
 
-// Weight row 16 w + 2 g + h (g < 8, h < 2) as coordinates (g, h, w); a copy brings 64 rows: w < 4.
-CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes) {
+// Weight row 16 w + 2 g + h (g < 8, h < 2) as coordinates (g, h, w); a copy brings 64 rows: w < 4. Where tokens are M:
+// row 64 u + 16 t + 2 j + c (t < 4, j < 8, c < 2) as (c, t, j, u).
+CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes, bool tokens) {
   const auto bytes = static_cast<uint64_t>(row_bytes);
+  if (tokens) {
+    TensorMapSpec<5> spec;
+    spec.shape = {bytes, 2, 4, 8, static_cast<uint64_t>(rows) / 64};
+    spec.stride = {bytes, 16 * bytes, 2 * bytes, 64 * bytes};
+    spec.box = {128, 2, 4, 8, 1};
+    return make_tensor_map("w13", w13, CU_TENSOR_MAP_DATA_TYPE_UINT8, spec, CU_TENSOR_MAP_SWIZZLE_128B);
+  }
   TensorMapSpec<4> spec;
   spec.shape = {bytes, 8, 2, static_cast<uint64_t>(rows) / 16};
   spec.stride = {2 * bytes, bytes, 16 * bytes};
@@ -16,8 +24,16 @@ CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes)
 }
 
 // Weight row 32 w + 4 g + 2 m + h (g < 8, m < 2, h < 2) as coordinates (g, h, w, m); a copy brings 128 rows: w < 4.
-CUtensorMap down_weight_map(const void* w2, int64_t rows, int64_t row_bytes) {
+// Where tokens are M: row 32 i + 8 t + 2 j + c (t < 4, j < 4, c < 2) as (c, t, j, i); i < 4.
+CUtensorMap down_weight_map(const void* w2, int64_t rows, int64_t row_bytes, bool tokens) {
   const auto bytes = static_cast<uint64_t>(row_bytes);
+  if (tokens) {
+    TensorMapSpec<5> spec;
+    spec.shape = {bytes, 2, 4, 4, static_cast<uint64_t>(rows) / 32};
+    spec.stride = {bytes, 8 * bytes, 2 * bytes, 32 * bytes};
+    spec.box = {128, 2, 4, 4, 4};
+    return make_tensor_map("w2", w2, CU_TENSOR_MAP_DATA_TYPE_UINT8, spec, CU_TENSOR_MAP_SWIZZLE_128B);
+  }
   TensorMapSpec<5> spec;
   spec.shape = {bytes, 8, 2, static_cast<uint64_t>(rows) / 32, 2};
   spec.stride = {4 * bytes, bytes, 32 * bytes, 2 * bytes};

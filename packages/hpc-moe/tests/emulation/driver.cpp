@@ -1,8 +1,8 @@
 // Runs gate-up, down and reduction of one small layer in emulation and compares each with double precision, made from
-// what the kernel before it left. Arguments: [fault] then cases "quant,T,k,E,H,I,grid,pick,promoted,widest" (quant:
-// none, block, tensor; pick: random, one (all on the last expert), none; promoted: 1 for the down kernel that promotes;
-// widest: of the token tiles, 32, 64 or 128).
-// Prints "bad N" a case; exit status 1 where any is not 0, 3 where the emulation found a fault.
+// what the kernel before it left. Arguments: [fault] then cases "quant,T,k,E,H,I,grid,pick,promoted,widest[,tokens]"
+// (quant: none, block, tensor; pick: random, one (all on the last expert), none; promoted: 1 for the down kernel that
+// promotes; widest: of the token tiles, 32, 64 or 128; tokens: the kernels in which tokens are M). Prints "bad N" a
+// case; exit status 1 where any is not 0, 3 where the emulation found a fault.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -29,6 +29,7 @@ struct Case {
   int tokens, top_k, experts, hidden, inter, grid;
   std::string pick;
   int promoted, widest;
+  bool tokens_are_m = false;
 };
 
 struct Layer {
@@ -89,7 +90,8 @@ struct Layer {
       if (id == c.experts || c.pick == "none") id = -1;
       if (c.pick == "one") id = c.experts - 1;
     }
-    const hpc::grouped::TileRule rule = {c.widest, kTileRule.granule, kTileRule.even};
+    const hpc::grouped::TileRule rule =
+        c.tokens_are_m ? kTokenTileRule : hpc::grouped::TileRule{c.widest, kTileRule.granule, kTileRule.even};
     offsets.resize(size(c.experts + 1));
     row_to_slot.resize(size(rows));
     slot_to_row.resize(size(rows));
@@ -138,6 +140,19 @@ struct Layer {
   CUtensorMap map(bool up) const {
     const uint64_t bytes = static_cast<uint64_t>((up ? c.hidden : c.inter) * element);
     const uint64_t all = static_cast<uint64_t>(c.experts) * static_cast<uint64_t>(up ? 2 * c.inter : c.hidden);
+    if (c.tokens_are_m) {
+      const EmulatedMap made = up ? EmulatedMap{w13.data(),
+                                                {bytes, 2, 4, 8, all / 64},
+                                                {1, bytes, 16 * bytes, 2 * bytes, 64 * bytes},
+                                                {128, 2, 4, 8, 1}}
+                                  : EmulatedMap{w2.data(),
+                                                {bytes, 2, 4, 4, all / 32},
+                                                {1, bytes, 8 * bytes, 2 * bytes, 32 * bytes},
+                                                {128, 2, 4, 4, 4}};
+      CUtensorMap map;
+      std::memcpy(&map, &made, sizeof(made));
+      return map;
+    }
     const EmulatedMap made = up ? EmulatedMap{w13.data(),
                                               {bytes, 8, 2, all / 16, 1},
                                               {1, 2 * bytes, bytes, 16 * bytes, 0},
@@ -302,6 +317,9 @@ struct Layer {
       up.singles_first = way == 0;
       h.assign(h.size(), 0xEE);
       emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] {
+        if constexpr (kQuant == Quant::kBlock) {
+          if (c.tokens_are_m) return gate_up_tokens_kernel<kHalf>(up_map, up);
+        }
         way == 0 ? gate_up_kernel<kQuant, kHalf, kWidth, kFp8>(up_map, up)
                  : gate_up_kernel<kQuant, kHalf, kWidth, (kFp8 && kWidth < 128)>(up_map, up);
       });
@@ -310,6 +328,9 @@ struct Layer {
     emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] {
       if constexpr (kQuant == Quant::kTensor) {
         if (!c.promoted) return down_kernel<kQuant, kHalf, kWidth, true>(down_map, h_map, down);
+      }
+      if constexpr (kQuant == Quant::kBlock) {
+        if (c.tokens_are_m) return down_tokens_kernel<kHalf>(down_map, h_map, down);
       }
       down_kernel<kQuant, kHalf, kWidth, false>(down_map, h_map, down);
     });
@@ -343,6 +364,8 @@ int main(int argc, char** argv) {
     Case c;
     in >> c.quant >> c.tokens >> c.top_k >> c.experts >> c.hidden >> c.inter >> c.grid >> c.pick >> c.promoted >>
         c.widest;
+    std::string kernels;
+    c.tokens_are_m = static_cast<bool>(in >> kernels) && kernels == "tokens";
     const int bad = Layer(c).run_any();
     std::printf("%s: bad %d\n", argv[i], bad);
     std::fflush(stdout);

@@ -1,0 +1,137 @@
+// Consumers of the grouped GEMMs of large calls: tokens as M, weights as N; grouped_gemm.cuh has the plan.
+//
+// Shared memory holds what it does for the others (a stage's weights, rows of B, scales): only the operands' roles
+// differ. A thread then has two rows of B and a stage's scales are two numbers for 64 or 128 sums each, where weights
+// as M would need one for every fourth; and all columns of a row in four neighbouring lanes, so that the epilogue
+// needs no shared memory. Rows of B are multiplied 64 at a time: for experts with many, by block (per tensor weights as
+// M are as fast, and need less padding).
+#pragma once
+
+#include "kernels/grouped_consume.cuh"
+
+namespace hpc::moe {
+
+// What a warpgroup has of a task: one or two blocks of 64 rows of B by one unit of the weights.
+struct TokenBlocks {
+  uint32_t a[2], b[2];  // rows of B, weights: in 16 bytes from the stage's start, with kLowBits
+  int rows[2];          // first of the block's rows, of its tile
+  int unit[2];          // of the task's units, 0 or 1
+  int tile;             // of the task's tiles, 0 or 1
+  int live;             // rows of the tile that exist
+};
+
+// K loop of one task: acc[b] is block b; columns 8 j + 2 (lane % 4) + c of the unit's rows in shared memory.
+template <class T, int kBlocks>
+__device__ __forceinline__ void multiply_tokens(const GemmParams& p, typename T::Smem& s, typename T::Ring& ring,
+                                                const TokenBlocks& at, float (&acc)[kBlocks][64]) {
+  static_assert(T::kBlock);
+  constexpr int kSteps = 4 / T::kGroups;
+  constexpr int kKinds = T::kGemm == Gemm::kUp ? 2 : 1;  // of weight rows of a unit, by scale: gate and up
+  const int lane = threadIdx.x % 32, num_k = (p.k_bytes + 127) / 128;
+  const uint32_t full = smem_address(s.full), empty = smem_address(s.empty);
+  const uint32_t stages = smem_address(s.stage) >> 4;
+  int place[kBlocks];  // of the scale of the thread's first row; its second row's is 2 further
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    place[b] = at.tile * T::kWidth + scale_place(at.rows[b] + threadIdx.x % 128 / 32 * 16 + lane / 4);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) acc[b][i] = 0.0f;
+  }
+#pragma unroll 1
+  for (int k = 0; k < num_k; ++k) {
+    const uint32_t stage = ring.stage();
+    mbarrier_wait(full + stage * 8, ring.phase());
+    if constexpr (T::kGemm == Gemm::kUp) fence_proxy_async();  // the generic proxy wrote rows of x
+    const uint32_t base = stages + uniform(stage * (T::kStageBytes >> 4));
+    const float* scale = s.scale[stage];
+    // Scale group g; gives the stage back where it is its last.
+    const auto run = [&](int g, bool last) {
+      float of[kBlocks][2][kKinds];  // by the thread's row
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        const float* weights = scale + 2 * T::kWidth + g * 4 + at.unit[b] * 2;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+          for (int m = 0; m < kKinds; ++m) of[b][h][m] = scale[g * T::kWidth + place[b] + 2 * h] * weights[m];
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        float part[64];
+        wgmma_fence(part);
+        wgmma_arrive();
+        multiply<WgmmaType::kE4m3, kSteps, false, 128>(part, base + at.a[b] + 2 * kSteps * g,
+                                                       base + at.b[b] + 2 * kSteps * g);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_fence(part);
+        if (last && b + 1 == kBlocks) {
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive(empty + stage * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+          acc[b][i] = fmaf(part[i], of[b][i / 2 % 2][i * kKinds / 64], acc[b][i]);
+        }
+      }
+    };
+    const bool second = T::kGroups == 2 && (k + 1) * 128 <= p.k_bytes;
+    run(0, !second);
+    if constexpr (T::kGroups == 2) {
+      if (second) run(1, true);
+    }
+    ring.advance();
+  }
+}
+
+// Consumer warps. `Epilogue::run<kBlocks>(p, s, task, blocks, group, acc)` stores the blocks.
+template <class T, class Epilogue>
+__device__ __forceinline__ void consume_tokens(const GemmParams& p, typename T::Smem& s) {
+  const int group = uniform(threadIdx.x / 128);
+  const uint32_t full = smem_address(s.full);
+  constexpr uint32_t kUnit = kUnitBytes >> 4, kHalfTile = 64 * 128 >> 4;
+  Epilogue::prepare(p, s);
+  typename T::Ring ring;
+#pragma unroll 1
+  for (int turn = 0;; ++turn) {
+    mbarrier_wait(full + ring.stage() * 8, ring.phase());
+    const TurnTask& task = s.turns[turn % kTurns];
+    if (task.width == 0) break;
+    const int rows = task.rows;
+    if (rows == 0) {  // a guess that was wrong
+      skip_stages<T>(s, ring, task.units);
+      continue;
+    }
+    const bool two_tiles = T::kTwoTiles && task.second_rows > 0;
+    const bool split = !two_tiles && task.units == 2 && rows <= 64;  // a unit a warpgroup
+    if (group > 0 && task.units == 1 && !two_tiles && rows <= 64) {
+      skip_stages<T>(s, ring, (p.k_bytes + 127) / 128);
+      continue;
+    }
+    TokenBlocks at;
+    at.tile = two_tiles ? group : 0;
+    at.live = two_tiles && group ? task.second_rows : rows;
+    const bool both = two_tiles ? at.live > 64 : (task.units == 2 && !split);
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const int half = two_tiles ? b : (split ? 0 : group);
+      at.unit[b] = two_tiles || task.units == 1 ? 0 : (split ? group : b);
+      at.rows[b] = 64 * half;
+      at.a[b] = uniform(kLowBits + (two_tiles && group ? kUnit : 2 * kUnit) + half * kHalfTile);
+      at.b[b] = uniform(kLowBits + at.unit[b] * kUnit);
+    }
+    const auto run = [&]<int kBlocks>() {
+      float acc[kBlocks][64];
+      multiply_tokens<T, kBlocks>(p, s, ring, at, acc);
+      Epilogue::template run<kBlocks>(p, s, task, at, group, acc);
+    };
+    if (uniform(both)) {
+      run.template operator()<2>();
+    } else {
+      run.template operator()<1>();
+    }
+  }
+}
+
+}  // namespace hpc::moe
