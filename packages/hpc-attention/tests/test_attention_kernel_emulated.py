@@ -30,7 +30,7 @@ EMULATION = Path(__file__).resolve().parent / "emulation"
 CSRC = EMULATION.parents[1] / "csrc"
 COMMON = EMULATION.parents[3] / "common" / "include"
 # Headers whose functions are PTX, and what such a function looks like; emulation/ptx.hpp stands in for those.
-PTX_HEADERS = ("fifo.cuh", "fp8.cuh", "mbarrier.cuh", "mma.cuh", "pdl.cuh")
+PTX_HEADERS = ("fifo.cuh", "fp8.cuh", "mbarrier.cuh", "mma.cuh", "pdl.cuh", "wgmma_half.cuh")
 FUNCTION = re.compile(r"^(?:template <.*>\n)?__device__ (?:.*\n)+?\}\n", re.MULTILINE)
 # Slowest first.
 SOURCES = (
@@ -48,6 +48,8 @@ SOLOS = replace(LONG, lengths=(60, 100, 20, 3, 9, 80, 33, 120, 64), num_ctas=1)
 SMALL_PAGES = replace(LONG, lengths=(1500,), num_ctas=1, page_size=1, kv_dtype=FP8)
 # Forty pairs in two pieces.
 PAIRS = replace(LONG, lengths=(70,) * 40, num_ctas=80)
+# Teams of warps: more than 8 query rows a KV head of D = 128.
+TEAMS = replace(LONG, lengths=(1100, 5, 300), num_q_heads=16, q_len=2, kv_dtype=FP8, num_ctas=3)
 # More pieces a CTA than its list and its queries have room for; most are one warp's alone.
 MANY = replace(SMALL, lengths=(*(1 + 5 * i % 130 for i in range(60)), 200, 0, 270), head_dim=64, num_ctas=1)
 
@@ -93,7 +95,7 @@ FAULTS = {
         "combine.cuh", "pdl_wait();\n    waited = true;", None, LONG
     ),
     "the causal mask is off by one": Fault(
-        "decode_attend.cuh", "position < end", "position <= end", replace(SMALL, q_len=3)
+        "decode_attend.cuh", "position < end", "position <= end", replace(SMALL, q_len=2)
     ),
     "the window is off by one": Fault(
         "decode_attend.cuh", "position >= end - p_.window", "position > end - p_.window", replace(SMALL, window=20)
@@ -103,7 +105,7 @@ FAULTS = {
     ),
     "lanes do not wait for each other's copies": Fault("decode_attend.cuh", "__syncwarp();\n    score", None),
     "warps do not wait for each other's results": Fault(
-        "decode.cuh", "__syncthreads();\n      for (int32_t position", None
+        "decode.cuh", "__syncthreads();\n      for (int32_t vector", None
     ),
     "queries are overwritten before they are used": Fault(
         "decode.cuh", "index + 2 * kDecodeEpoch", "index + 3 * kDecodeEpoch", MANY
@@ -114,6 +116,27 @@ FAULTS = {
     "a block ends without pdl_wait": Fault("decode.cuh", "if (waits) pdl_wait();", None, LONG),
     "the first query is read before pdl_wait": Fault("decode.cuh", "waits || (lists && waited)", "lists", SOLOS),
     "the list is asked for the first block again": Fault("decode_feed.cuh", "next_ = count_;\n", None, LATER),
+    "a team's causal mask is off by one": Fault(
+        "decode_team.cuh", "position < min(end, limit_)", "position <= min(end, limit_)", replace(TEAMS, num_ctas=1)
+    ),
+    "a team does not wait for its probabilities": Fault(
+        "decode_team.cuh", "named_barrier_any(1 + team_, kTeamThreads, above)", "above", TEAMS
+    ),
+    "a slice is filled again before its team has read it": Fault(
+        "decode_team.cuh", "named_barrier_sync(1 + team_, kTeamThreads);\n  }\n\n  // scores = K", None,
+        replace(TEAMS, lengths=(1500,), num_ctas=1),
+    ),
+    "a warp's largest scores for the team's": Fault(
+        "decode_team.cuh", "rows + w * kStep", "rows + part_ * kStep", TEAMS
+    ),
+    "a team's slice goes past its piece": Fault(
+        "decode_team.cuh", "position < min(end, limit_)", "position < end",
+        replace(TEAMS, lengths=(1100,), num_ctas=6, sm_scale=0.05),
+    ),
+    "a team's output is not rescaled": Fault(
+        "decode_team.cuh", "exp2_approx(reference - raised)", "1.0f", replace(TEAMS, num_ctas=1)
+    ),
+    "one warp's sums for the team's": Fault("decode.cuh", "pairs[i].y += more.y", None, TEAMS),
     "the first slice has tokens of this step": Fault(
         "decode_feed.cuh", "(all ? 0 : p_.q_len)", "0",
         replace(LONG, lengths=(576,), num_q_heads=1, q_len=8, num_ctas=9),
@@ -123,7 +146,7 @@ FAULTS = {
     ),
     "warps put their results in one place": Fault("decode.cuh", "place * (kOutTiles * kTilePitch)", "0", LONG),
     "this step's tokens are read before pdl_wait": Fault(
-        "decode_feed.cuh", "first_token(where) + kTokens <= pieces_[where].high - p_.q_len", "true"
+        "decode_feed.cuh", "first_token(where) + kOwn <= pieces_[where].high - p_.q_len", "true"
     ),
 }  # fmt: skip
 
@@ -149,6 +172,7 @@ def compile_emulation(compiler: str, build: Path) -> Path:
         text = (COMMON / "hpc" / name).read_text()
         text = FUNCTION.sub(lambda match: "" if re.search(r"\basm\b|__cvta", match[0]) else match[0], text)
         (build / "include/hpc" / name).write_text(text)
+    (build / "include/hpc/wgmma_ss.cuh").write_text("#pragma once\n")  # ptx.hpp has what is used of it
     # _FORTIFY_SOURCE refuses jumps from stack to stack.
     flags = ["-std=c++20", "-O1", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
     flags += [f"-I{path}" for path in (EMULATION, build / "include", build / "csrc", COMMON)]
@@ -281,6 +305,16 @@ PROBLEMS = {
     "pages of one token": SMALL_PAGES,
     "many pieces a CTA": MANY,
     "many pieces a CTA, e4m3": replace(MANY, kv_dtype=FP8, num_ctas=2, q_len=2, softcap=5.0, sinks=True),
+    "teams of warps": TEAMS,
+    "teams, fp16, window": replace(TEAMS, q_dtype=FP16, kv_dtype=FP16, window=150, q_len=1),
+    "teams, bf16, pages of 16, softcap": replace(TEAMS, kv_dtype=BF16, page_size=16, softcap=8.0, sinks=True),
+    "teams, pages of 1, scales of tokens": replace(TEAMS, q_dtype=FP8, page_size=1, k_scale="token", v_scale="head"),
+    "teams, many pieces a CTA": replace(
+        TEAMS, lengths=(*range(1, 130, 4), 700, 0, 200), num_kv_heads=2, q_len=1, num_q_heads=32, num_ctas=2
+    ),
+    "teams, pieces of three tiles": replace(TEAMS, lengths=(1100, 0, 70), num_ctas=7, sm_scale=0.05),
+    "teams, window": replace(TEAMS, lengths=(1500, 200), window=333, num_ctas=5),
+    "teams, batch-invariant": replace(TEAMS, lengths=(1300, 65, 0, 1), batch_invariant=True),
     "many pieces a CTA, 16 rows": replace(MANY, lengths=MANY.lengths[::2], kv_dtype=FP8, num_q_heads=32),
     "one CTA": replace(SMALL, lengths=(300, 5, 0, 90), num_ctas=1, kv_dtype=FP8),
     "batch-invariant": replace(SMALL, lengths=(1100, 65, 0, 1), batch_invariant=True, q_len=2, kv_dtype=FP8),
@@ -307,7 +341,7 @@ def test_settings_for_measurements(
     inputs.check(*run(emulated, inputs), kernel=True)
 
 
-@pytest.mark.parametrize("name", ["bf16", "e4m3", "batch-invariant"])
+@pytest.mark.parametrize("name", ["bf16", "e4m3", "batch-invariant", "teams of warps"])
 def test_right_behind_an_update(emulated: Emulated, name: str) -> None:
     """A decode that may not start early reads the map behind its wait, too."""
     emulated.early = False

@@ -37,25 +37,38 @@ constexpr int kv_bytes(KvKind kv) {
 constexpr int kDecodeCtasPerSm = 1;
 constexpr int kDecodeLeastSmem = 116 * 1024;
 
-// Slices in flight a warp: as many as 128 KB a CTA hold with 32 tokens each, one at least. With head_dim 128 and 16
-// bits two of half as many tokens, so that half of them can be asked for before the wait (with 256, e4m3 spills so).
-constexpr int decode_stages(KvKind kv, int head_dim) {
+// With many query rows a slice belongs to a team of warps (kernels/decode_team.cuh), else to one.
+constexpr int kDecodeTeamWarps = 4;
+constexpr bool decode_has_teams(int head_dim, int row_tiles) {
+  return head_dim == 128 && row_tiles >= 2;
+}
+// What takes slices side by side in a CTA: teams or warps.
+constexpr int decode_workers(int head_dim, int row_tiles) {
+  return decode_has_teams(head_dim, row_tiles) ? kDecodeWarps / kDecodeTeamWarps : kDecodeWarps;
+}
+
+// Slices in flight a worker. A team has two of 32 KB. A warp: as many as 128 KB a CTA hold with 32 tokens each, one at
+// least. With head_dim 128 and 16 bits two of half as many tokens, so that half of them can be asked for before the
+// wait (with 256, e4m3 spills so).
+constexpr int decode_stages(KvKind kv, int head_dim, int row_tiles) {
+  if (decode_has_teams(head_dim, row_tiles)) return 2;
   const int slices = 128 * 1024 / (kDecodeWarps * 2 * 32 * head_dim * kv_bytes(kv));
   return slices > 1 ? slices : (head_dim == 128 ? 2 : 1);
 }
 
 // For measurements with head_dim 128: the same bytes in slices of the other size (see decode_slice_tokens()).
 constexpr int decode_other_stages(KvKind kv) {
-  return kv == KvKind::kE4m3 ? 2 * decode_stages(kv, 128) : 1;
+  return kv == KvKind::kE4m3 ? 2 * decode_stages(kv, 128, 1) : 1;
 }
 
-// A slice: the tokens that a warp handles at a time, 16 of a tensor-core product where 32 in so many stages would not
-// fit in 128 KB; and its bytes of keys and values.
-constexpr int decode_slice_tokens(KvKind kv, int head_dim, int stages) {
+// A slice: the tokens that a worker handles at a time, and its bytes of keys and values. A warp: 32, 16 of a
+// tensor-core product where 32 in so many stages would not fit in 128 KB. A team: 32 a warp, 16 in 16-bit caches.
+constexpr int decode_slice_tokens(KvKind kv, int head_dim, int row_tiles, int stages) {
+  if (decode_has_teams(head_dim, row_tiles)) return 128 / kv_bytes(kv);
   return stages * kDecodeWarps * 2 * 32 * head_dim * kv_bytes(kv) > 128 * 1024 ? 16 : 32;
 }
-constexpr int decode_slice_bytes(KvKind kv, int head_dim, int stages) {
-  return 2 * decode_slice_tokens(kv, head_dim, stages) * head_dim * kv_bytes(kv);
+constexpr int decode_slice_bytes(KvKind kv, int head_dim, int row_tiles, int stages) {
+  return 2 * decode_slice_tokens(kv, head_dim, row_tiles, stages) * head_dim * kv_bytes(kv);
 }
 
 // Of these, how many are asked for before the wait for what comes before: half. More would queue in front of the
@@ -64,14 +77,19 @@ constexpr int decode_early_slices(int stages) {
   return (stages + 1) / 2;
 }
 
-// Registers of a thread, and CTAs of the combine kernel (128 threads of 80 registers) that find room beside a CTA of
-// the attention kernel then, so that the next call can start as this one's CTAs end. (With four row tiles there is
-// none.)
-constexpr int decode_registers(int row_tiles) {
-  return row_tiles == 1 ? 176 : (row_tiles == 2 ? 216 : 255);
+// Registers of a thread. Those of one row tile, and of two in teams, leave an SM room for two CTAs of the combine
+// kernel (128 threads of 80 registers) beside the attention kernel's, so that the next call can start as this one's
+// CTAs end; 216 leave room for one.
+constexpr int decode_registers(KvKind kv, int head_dim, int row_tiles) {
+  if (row_tiles == 1) return 176;
+  if (decode_has_teams(head_dim, row_tiles)) return row_tiles == 4 && kv == KvKind::kE4m3 ? 216 : 176;
+  return row_tiles == 2 ? 216 : 255;
 }
+
+// CTAs of the combine kernel on each SM: what fits beside the attention kernel's, but more where there is so much to
+// add that it takes longer than they start earlier.
 constexpr int decode_combine_ctas_per_sm(int row_tiles) {
-  return row_tiles == 1 ? 2 : 1;
+  return row_tiles <= 2 ? 2 : 4;
 }
 
 // Row tiles of 8 a CTA: as few as hold the rows; what registers hold at most (4, but 2 at head_dim 256).
@@ -83,7 +101,7 @@ constexpr int decode_row_tiles(int head_dim, int rows) {
 
 // Query fragments stay in registers up to 32 of them; above, they are read from shared memory for each slice.
 constexpr bool decode_query_in_smem(int head_dim, int row_tiles) {
-  return row_tiles * head_dim / 8 > 32;
+  return decode_has_teams(head_dim, row_tiles) || row_tiles * head_dim / 8 > 32;
 }
 
 // What a CTA keeps of the plan: the list of its next pieces, and the first of its requests' rows.
@@ -114,10 +132,11 @@ constexpr bool decode_has_solos(int head_dim, int row_tiles) {
 }
 
 // Shared memory of a CTA, in this order: barriers and the walk over its pieces; its pieces; rows of requests; the
-// warps' rings of slices; the merge buffer (each warp's output of one row tile, padded by 4 vectors every 32) with its
-// (max, sum) pairs; query rows of the next pieces; the query as fragments with its row factors; rings of key scales.
+// workers' rings of slices; the merge buffer (each worker's output of one row tile, a team's of all, padded by 4
+// vectors every 32) with the warps' (max, sum) pairs; query rows of the next pieces; the query as fragments with its
+// row factors; of teams P^T and the warps' largest scores; rings of key scales.
 struct DecodeSmem {
-  int walk, pieces, requests, rings, merge, pairs, rows, query, scales, bytes;
+  int walk, pieces, requests, rings, merge, pairs, rows, query, weights, largest, scales, bytes;
 };
 constexpr int kDecodeWalkBytes = 256;
 constexpr DecodeSmem decode_smem(KvKind kv, int head_dim, int row_tiles, int stages, bool per_token_scale) {
@@ -125,15 +144,20 @@ constexpr DecodeSmem decode_smem(KvKind kv, int head_dim, int row_tiles, int sta
   smem.pieces = smem.walk + kDecodeWalkBytes;
   smem.requests = smem.pieces + kDecodePieces * kDecodePieceBytes;
   smem.rings = smem.requests + decode_cached_requests(head_dim) * static_cast<int>(sizeof(DecodeRequest));
-  smem.merge = smem.rings + kDecodeWarps * stages * decode_slice_bytes(kv, head_dim, stages);
-  smem.pairs = smem.merge + kDecodeWarps * (head_dim / 16) * 36 * 16;
-  smem.rows = smem.pairs + kDecodeWarps * 4 * 16;
+  const bool teams = decode_has_teams(head_dim, row_tiles);
+  const int workers = decode_workers(head_dim, row_tiles), merged = teams ? row_tiles : 1;
+  smem.merge = smem.rings + workers * stages * decode_slice_bytes(kv, head_dim, row_tiles, stages);
+  smem.pairs = smem.merge + workers * merged * (head_dim / 16) * 36 * 16;
+  smem.rows = smem.pairs + kDecodeWarps * merged * 4 * 16;
   smem.query =
       smem.rows + decode_query_depth(head_dim, row_tiles) * row_tiles * kRowTile * decode_query_pitch(head_dim);
-  smem.scales = smem.query;
-  if (decode_query_in_smem(head_dim, row_tiles)) smem.scales += row_tiles * (head_dim / 32 * 512 + kRowTile * 4);
+  smem.weights = smem.query;
+  if (decode_query_in_smem(head_dim, row_tiles)) smem.weights += row_tiles * (head_dim / 32 * 512 + kRowTile * 4);
+  smem.largest =
+      smem.weights + (teams ? workers * row_tiles * 16 * decode_slice_tokens(kv, head_dim, row_tiles, stages) : 0);
+  smem.scales = smem.largest + (teams ? kDecodeWarps * row_tiles * kRowTile * 4 : 0);
   smem.bytes =
-      smem.scales + (per_token_scale ? kDecodeWarps * stages * decode_slice_tokens(kv, head_dim, stages) * 4 : 0);
+      smem.scales + (per_token_scale ? workers * stages * decode_slice_tokens(kv, head_dim, row_tiles, stages) * 4 : 0);
   return smem;
 }
 
@@ -141,7 +165,7 @@ inline DecodeConfig decode_config(const DecodeProblem& problem) {
   DecodeConfig config = {};
   config.row_tiles = decode_row_tiles(problem.head_dim, problem.rows);
   config.row_groups = ceil_div(problem.rows, kRowTile * config.row_tiles);
-  config.stages = problem.stages > 0 ? problem.stages : decode_stages(problem.kv, problem.head_dim);
+  config.stages = problem.stages > 0 ? problem.stages : decode_stages(problem.kv, problem.head_dim, config.row_tiles);
   const int used =
       decode_smem(problem.kv, problem.head_dim, config.row_tiles, config.stages, problem.per_token_scale).bytes;
   config.smem_bytes = used > kDecodeLeastSmem ? used : kDecodeLeastSmem;

@@ -2,11 +2,13 @@
 //
 // Grid: one CTA a row of the plan's `ctas` and row group (row groups of one run side by side, so that the second reads
 // the cache from L2). A CTA attends over its pieces one after the other; its 8 warps share the slices of a piece
-// (decode_attend.cuh), or take short whole pieces (solo pieces) one each, side by side.
+// (decode_attend.cuh), or take short whole pieces (solo pieces) one each, side by side. With many query rows a slice is
+// not one warp's but a team's of four (decode_team.cuh). A worker is what a slice belongs to: a warp or a team.
 //
-// Memory: each warp's own ring in shared memory (decode_feed.cuh), kept full across pieces. No barrier inside a piece.
-// At a piece's end the warps' results go through shared memory, are added in the order of their slices, and become the
-// output (whole pieces) or a partial result for combine.cuh. A solo piece's warp writes the output from its registers.
+// Memory: each worker's own ring in shared memory (decode_feed.cuh), kept full across pieces. No barrier of the CTA
+// inside a piece. At a piece's end the workers' results go through shared memory, are added in the order of their
+// slices, and become the output (whole pieces) or a partial result for combine.cuh. A solo piece's warp writes the
+// output from its registers.
 //
 // Shared memory: see decode_smem().
 //
@@ -15,22 +17,31 @@
 #pragma once
 
 #include "decode_attend.cuh"
+#include "decode_team.cuh"
 #include "decode_merge.cuh"
 #include "hpc/pdl.cuh"
+
+#include <type_traits>
 
 namespace hpc::attention {
 
 template <KvKind kKind, int kDim, int kRowTiles, int kStages>
 class DecodeWorker {
  public:
-  using Attention = SliceAttention<kKind, kDim, kRowTiles, kStages>;
+  static constexpr bool kTeams = decode_has_teams(kDim, kRowTiles);
+  using Attention = std::conditional_t<kTeams, TeamAttention<kKind, kDim, kRowTiles, kStages>,
+                                       SliceAttention<kKind, kDim, kRowTiles, kStages>>;
   static constexpr bool kQueryInSmem = Attention::kQueryInSmem;
-  static constexpr int kOutTiles = Attention::kOutTiles;
-  static constexpr int kTilePitch = 36 * 16;  // bytes of a merged m16 tile, padded against bank conflicts
+  static constexpr int kWorkers = decode_workers(kDim, kRowTiles), kShare = kDecodeWarps / kWorkers;
+  static constexpr int kOutTiles = kDim / 16;             // m16 tiles of a worker's output
+  static constexpr int kMerged = kTeams ? kRowTiles : 1;  // row tiles that are merged at once
+  static constexpr int kTilePitch = 36 * 16;              // bytes of a merged m16 tile, padded against bank conflicts
+  static constexpr int kMergeBytes = kWorkers * kOutTiles * kTilePitch;  // of a row tile
   static constexpr DecodeSmem kSmem = Attention::kSmem;
   using Layout = typename Attention::Layout;
   static constexpr bool kSolos = decode_has_solos(kDim, kRowTiles);
-  using Pieces = PieceList<Layout::kTokens, kDim, kSolos>;
+  using Feed = attention::Feed<kKind, kDim, kRowTiles, kStages>;
+  using Pieces = typename Feed::Pieces;
   using Row = typename Pieces::Row;
   static constexpr int kTokens = Layout::kTokens;  // of a slice
   static constexpr int kQueryPitch = decode_query_pitch(kDim);
@@ -41,12 +52,12 @@ class DecodeWorker {
   // more rows or columns, registers have no room for it.)
   static constexpr bool kQuickStart = kSolos;
   static constexpr bool kGroups = kRowTiles > 1;  // whether there can be several row groups
-  using Feed = attention::Feed<kKind, kDim, kStages, kSolos>;
   using Ring = typename Feed::Ring;
 
   __device__ __forceinline__ DecodeWorker(const DecodeParams& p, char* smem)
       : p_(p),
         warp_(__shfl_sync(kAllLanes, static_cast<int32_t>(threadIdx.x) / 32, 0)),  // so that it is known to be uniform
+        worker_(warp_ / kShare),
         lane_(static_cast<int32_t>(threadIdx.x) % 32),
         g_(lane_ >> 2),
         t_(lane_ & 3),
@@ -72,7 +83,7 @@ class DecodeWorker {
       mbarrier_init(query_full(barrier), barrier < kQueryBarriers ? 1 : kDecodeWarps);
       mbarrier_init_fence();
     }
-    Ring ring(base_ + kSmem.rings + warp_ * Ring::kBytes);
+    Ring ring(base_ + kSmem.rings + worker_ * Ring::kBytes);
     Feed feed(p_, pieces_, warp_, lane_, own_.scales_);
     typename Feed::Lead lead = {};
     if (kQuickStart) lead = feed.ask(run);
@@ -98,10 +109,10 @@ class DecodeWorker {
       }
       if (warp_ == 1) touch_query(piece_);
       index = 0;
-      slice = piece_.first(warp_);
-      end = piece_.end(warp_);
+      slice = piece_.first(worker_);
+      end = piece_.end(worker_);
       unread = slice < end;
-      own_.begin(piece_.high);
+      own_.begin(piece_.high, piece_.limit);
     }
 #pragma unroll 1
     for (;;) {
@@ -120,8 +131,8 @@ class DecodeWorker {
             } else {
               if (kQuickStart) index = begin_first();
               if (kQuickStart && index >= 0) {
-                slice = piece_.first(warp_);
-                end = piece_.end(warp_);
+                slice = piece_.first(worker_);
+                end = piece_.end(worker_);
                 unread = slice < end;
               }
               if (warp_ == 1 && pieces_.known(0).pieces > 0) touch_query(pieces_[0]);
@@ -159,8 +170,8 @@ class DecodeWorker {
             any = next(++index);
           } while (kSolos && any && !mine() && index % kDecodeEpoch != 0);
           if (!any) break;
-          slice = piece_.first(warp_);
-          end = piece_.end(warp_);
+          slice = piece_.first(worker_);
+          end = piece_.end(worker_);
           chores = warp_ == 0 || !feed.final();
           continue;
         }
@@ -168,7 +179,7 @@ class DecodeWorker {
           load_rows(index, true);
           unread = false;
         }
-        own_.attend(slice * kTokens, ring);
+        own_.attend(slice * Row::kUnit, ring);
         slice += piece_.step();
       }
       feed.push(ring);
@@ -229,7 +240,7 @@ class DecodeWorker {
     if (solos > 0 && warp_ >= solos) return -1;
     const int32_t index = solos > 0 ? warp_ : 0;
     piece_ = pieces_[index];
-    own_.begin(piece_.high);
+    own_.begin(piece_.high, piece_.limit);
     return index;
   }
 
@@ -265,7 +276,7 @@ class DecodeWorker {
     if (!mine()) return true;
     load_rows(index, false);
     if (kQueryInSmem) query_limit_ = index + kQueryDepth + 1;  // every warp has passed load_rows's barrier
-    own_.begin(piece_.high);
+    own_.begin(piece_.high, piece_.limit);
     return true;
   }
 
@@ -281,11 +292,7 @@ class DecodeWorker {
         uint32_t fragment[kDim / 8];
         float factor;
         load_row_tile(warp_, slot, false, fragment, factor);
-#pragma unroll
-        for (int i = 0; i < kDim / 32; ++i) {
-          sts128(base_ + kSmem.query + (warp_ * (kDim / 32) + i) * 512 + lane_ * 16,
-                 make_uint4(fragment[4 * i], fragment[4 * i + 1], fragment[4 * i + 2], fragment[4 * i + 3]));
-        }
+        own_.store_fragment(warp_, fragment);
         if (t_ == 0) own_.store_factor(kRowTile * warp_ + g_, factor * scale);
       }
       __syncthreads();
@@ -354,23 +361,25 @@ class DecodeWorker {
     }
   }
 
-  // Adds the warps' results, one row tile after the other, and writes them.
+  // Adds the workers' results, one row tile after the other (of teams all at once), and writes them.
   __device__ __forceinline__ void merge() {
     const int32_t tiles = min(kRowTiles, p_.row_tiles - group_ * kRowTiles);
 #pragma unroll 1
-    for (int32_t n = 0; n < tiles; ++n) {
-      const int32_t row_tile = group_ * kRowTiles + n;
+    for (int32_t n = 0; n < tiles; n += kMerged) {
       // What was merged before has been read by every warp.
       if (merged_ > 0) mbarrier_wait(merge_free(), static_cast<uint32_t>((merged_ - 1) & 1));
       ++merged_;
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        if (i == n) put(i);  // registers have no run-time index
+        if (kTeams || i == n) put(i, kTeams ? i : 0);  // registers have no run-time index
       }
       __syncthreads();
-      for (int32_t position = static_cast<int32_t>(threadIdx.x); position < 2 * kDim; position += kDecodeThreads) {
+      for (int32_t vector = static_cast<int32_t>(threadIdx.x); vector < 2 * kDim * min(kMerged, tiles);
+           vector += kDecodeThreads) {
+        const int32_t buffer = vector / (2 * kDim), position = vector % (2 * kDim);
+        const int32_t row_tile = group_ * kRowTiles + n + buffer;
         float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f), ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
-        sum_of_warps(position, o, ml);
+        sum_of_workers(buffer, position, o, ml);
         if (piece_.slot < 0) {
           store_result(p_, result_place(p_, piece_.request, piece_.kv_head, row_tile, position), piece_.kv_head, o, ml);
         } else if (row_tile * kRowTile + 2 * (position & 3) < p_.rows) {
@@ -384,43 +393,50 @@ class DecodeWorker {
     }
   }
 
-  // This warp's result of a row tile into the merge buffer, at the warp's place in the order of the slices. A warp that
-  // had none puts zeros.
-  __device__ __forceinline__ void put(int n) {
+  // This warp's result of row tile n into a merge buffer, at its worker's place in the order of the slices. A worker
+  // that had none puts zeros.
+  __device__ __forceinline__ void put(int n, int buffer) {
     float s0, s1;
     own_.row_sums(n, s0, s1);
-    const int32_t place = piece_.place(warp_);
-    const uint32_t at = base_ + kSmem.merge + place * (kOutTiles * kTilePitch) + lane_ * 16;
+    const int32_t place = piece_.place(worker_), part = warp_ % kShare;
+    const uint32_t at = base_ + kSmem.merge + buffer * kMergeBytes + place * (kOutTiles * kTilePitch) +
+                        part * (Attention::kOutTiles * kTilePitch) + lane_ * 16;
 #pragma unroll
-    for (int m = 0; m < kOutTiles; ++m) {
+    for (int m = 0; m < Attention::kOutTiles; ++m) {
       sts128(at + m * kTilePitch, make_uint4(__float_as_uint(own_.out_[m][n][0]), __float_as_uint(own_.out_[m][n][1]),
                                              __float_as_uint(own_.out_[m][n][2]), __float_as_uint(own_.out_[m][n][3])));
     }
     if (g_ == 0) {
-      sts128(base_ + kSmem.pairs + (place * 4 + t_) * 16,
+      sts128(base_ + kSmem.pairs + ((buffer * kDecodeWarps + place * kShare + part) * 4 + t_) * 16,
              make_uint4(__float_as_uint(own_.reference_[2 * n]), __float_as_uint(s0),
                         __float_as_uint(own_.reference_[2 * n + 1]), __float_as_uint(s1)));
     }
   }
 
-  // Adds vector `position` of all warps, in the order of their slices.
-  __device__ __forceinline__ void sum_of_warps(int32_t position, float4& o, float4& ml) {
-    constexpr int kElements = Layout::kValueElements;
+  // Adds vector `position` of all workers, in the order of their slices.
+  __device__ __forceinline__ void sum_of_workers(int32_t buffer, int32_t position, float4& o, float4& ml) {
+    constexpr int kElements = kTeams ? 4 : Layout::kValueElements;
     const int32_t d = 2 * (position >> 2);
     const int32_t tile = d / (8 * kElements) * (kElements / 2) + d % kElements / 2;
-    const uint32_t merge = base_ + kSmem.merge + tile * kTilePitch + (4 * (d / kElements % 8) + (position & 3)) * 16;
-    const uint32_t all_pairs = base_ + kSmem.pairs + (position & 3) * 16;
+    const uint32_t merge = base_ + kSmem.merge + buffer * kMergeBytes + tile * kTilePitch +
+                           (4 * (d / kElements % 8) + (position & 3)) * 16;
+    const uint32_t all_pairs = base_ + kSmem.pairs + buffer * (kDecodeWarps * 64) + (position & 3) * 16;
     // All are asked for at once.
-    float4 pairs[kDecodeWarps], outputs[kDecodeWarps];
+    float4 pairs[kWorkers], outputs[kWorkers];
 #pragma unroll
-    for (int i = 0; i < kDecodeWarps; ++i) {
-      pairs[i] = lds_float4(all_pairs + i * 64);
+    for (int i = 0; i < kWorkers; ++i) {
+      pairs[i] = lds_float4(all_pairs + i * (kShare * 64));
+#pragma unroll
+      for (int w = 1; w < kShare; ++w) {  // a team's warps have the same reference
+        const float4 more = lds_float4(all_pairs + (i * kShare + w) * 64);
+        pairs[i].y += more.y, pairs[i].w += more.w;
+      }
       outputs[i] = lds_float4(merge + i * (kOutTiles * kTilePitch));
     }
 #pragma unroll
-    for (int i = 0; i < kDecodeWarps; ++i) ml.x = fmaxf(ml.x, pairs[i].x), ml.z = fmaxf(ml.z, pairs[i].z);
+    for (int i = 0; i < kWorkers; ++i) ml.x = fmaxf(ml.x, pairs[i].x), ml.z = fmaxf(ml.z, pairs[i].z);
 #pragma unroll
-    for (int i = 0; i < kDecodeWarps; ++i) {
+    for (int i = 0; i < kWorkers; ++i) {
       const float f0 = exp2_approx(pairs[i].x - ml.x), f1 = exp2_approx(pairs[i].z - ml.z);
       ml.y += pairs[i].y * f0, ml.w += pairs[i].w * f1;
       o.x += outputs[i].x * f0, o.y += outputs[i].y * f1, o.z += outputs[i].z * f0, o.w += outputs[i].w * f1;
@@ -433,7 +449,7 @@ class DecodeWorker {
   }
 
   const DecodeParams& p_;
-  const int32_t warp_, lane_;
+  const int32_t warp_, worker_, lane_;
   const int32_t g_, t_;
   const int32_t group_, first_row_;
   const uint32_t base_;  // shared address
@@ -445,7 +461,8 @@ class DecodeWorker {
 };
 
 template <KvKind kKind, int kDim, int kRowTiles, int kStages>
-__global__ void __maxnreg__(decode_registers(kRowTiles)) decode_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __maxnreg__(decode_registers(kKind, kDim, kRowTiles))
+    decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) char smem[];
   using Worker = DecodeWorker<kKind, kDim, kRowTiles, kStages>;
   // The first load waits for this row; the division is left out where it can be. (As far as the compiler knows threads

@@ -26,7 +26,7 @@ struct SliceAttention {
   static constexpr bool kFp8 = kKind == KvKind::kE4m3;
   static constexpr bool kQueryInSmem = decode_query_in_smem(kDim, kRowTiles);
   static constexpr int kOutTiles = kDim / 16;  // m16 tiles of the output
-  using Layout = SliceLayout<kKind, kDim, decode_slice_tokens(kKind, kDim, kStages)>;
+  using Layout = SliceLayout<kKind, kDim, decode_slice_tokens(kKind, kDim, kRowTiles, kStages)>;
   static constexpr int kTokens = Layout::kTokens, kHalves = kTokens / 16;  // of a slice
   static constexpr int kValueWords = Layout::kValueChunkBytes / 4;
   // Chunks of a slice's values (16 registers) that are read before the softmax: as far as registers reach.
@@ -50,7 +50,7 @@ struct SliceAttention {
   }
 
   // Forgets the piece before; high: one past the last token that any row sees.
-  __device__ __forceinline__ void begin(int32_t high) {
+  __device__ __forceinline__ void begin(int32_t high, int32_t) {
     // Row j sees [end + j - window, end + j); nothing is masked in slices that every row sees whole.
     end_ = high - p_.q_len + 1;
     all_from_ = p_.window > 0 ? high - p_.window : 0;
@@ -320,6 +320,14 @@ struct SliceAttention {
 
   __device__ __forceinline__ uint32_t factor_address(int32_t row) const {
     return base_ + kSmem.query + kRowTiles * (kDim / 32) * 512 + row * 4;
+  }
+  // A row tile's fragment into shared memory.
+  __device__ __forceinline__ void store_fragment(int32_t row_tile, const uint32_t (&fragment)[kDim / 8]) {
+#pragma unroll
+    for (int i = 0; i < kDim / 32; ++i) {
+      sts128(base_ + kSmem.query + (row_tile * (kDim / 32) + i) * 512 + lane_ * 16,
+             make_uint4(fragment[4 * i], fragment[4 * i + 1], fragment[4 * i + 2], fragment[4 * i + 3]));
+    }
   }
   __device__ __forceinline__ void store_factor(int32_t row, float value) {
     sts32(factor_address(row), __float_as_uint(value));

@@ -26,53 +26,58 @@ __device__ __forceinline__ TokenRange visible_tokens(const DecodeRequest& reques
   return {low, high};
 }
 
-// A piece of a CTA as its warps need it. Its slices (see decode_slice_tokens(), counted from position 0) are dealt out
-// to the warps in one round with those of the CTA's other pieces: slice n of all goes to warp n mod 8, so that many
-// pieces keep every warp busy. The order of the slices inside a piece, and of the warps that share them, does not
-// depend on where the round stands. Solo pieces (see decode_solo_slices()) go to one warp each, in a round of their
-// own.
-template <int kTokens>  // of a slice
+// A piece of a CTA as its workers (warps or teams of them) need it. Its slices (see decode_slice_tokens(), numbered
+// from position 0 on, those of 128 tokens by their first 64) are dealt out to the workers in one round with those of
+// the CTA's other pieces: slice n of all goes to worker n mod 8 (or 2), so that many pieces keep every one busy. The
+// order of the slices inside a piece, and of the workers that share them, does not depend on where the round stands.
+// Solo pieces (see decode_solo_slices()) go to one warp each, in a round of their own.
+template <int kTokens, int kWorkers>  // tokens of a slice
 struct alignas(16) PieceRow {
   static constexpr int kSoloSlices = decode_solo_slices(kTokens);
+  static constexpr int kUnit = kTokens < kTileTokens ? kTokens : kTileTokens;  // tokens from one number to the next
+  static constexpr int kNumbers = kTokens / kUnit;                             // numbers of a slice
   int32_t turn;       // slices of the pieces before, solo pieces left out
   int32_t solos;      // solo pieces before
   int32_t begin;      // its first slice
   int32_t count;      // slices, at least one (of no visible token where the page table is too short for the length)
   int32_t low, high;  // tokens that any row sees
   int32_t request, kv_head;
-  int32_t slot;  // of its partial result; -1: the piece is whole
-  int32_t solo;  // the warp that has all of it, or -1
-  int32_t unused[2];
+  int32_t slot;   // of its partial result; -1: the piece is whole
+  int32_t solo;   // the warp that has all of it, or -1
+  int32_t limit;  // one past its last token
+  int32_t unused;
 
   // Whether a piece whose solo is not yet known is a solo piece, where the kernel has such.
   __device__ __forceinline__ bool can_be_solo() const { return slot < 0 && count <= kSoloSlices; }
 
-  // Slices of a warp in the pieces before.
-  __device__ __forceinline__ int32_t before(int32_t warp) const {
-    return ((turn + kDecodeWarps - 1 - warp) / kDecodeWarps) +
-           kSoloSlices * ((solos + kDecodeWarps - 1 - warp) / kDecodeWarps);
+  // Slices of a worker in the pieces before.
+  __device__ __forceinline__ int32_t before(int32_t worker) const {
+    return ((turn + kWorkers - 1 - worker) / kWorkers) + kSoloSlices * ((solos + kWorkers - 1 - worker) / kWorkers);
   }
-  // A warp's place in the order of a piece that is not solo.
-  __device__ __forceinline__ int32_t place(int32_t warp) const { return (warp - turn) & (kDecodeWarps - 1); }
-  // A warp's first slice, the distance to its next, and one past its last (`begin`: it has none).
-  __device__ __forceinline__ int32_t first(int32_t warp) const { return solo < 0 ? begin + place(warp) : begin; }
-  __device__ __forceinline__ int32_t step() const { return solo < 0 ? kDecodeWarps : 1; }
-  __device__ __forceinline__ int32_t end(int32_t warp) const {
-    return solo < 0 ? begin + count : begin + (solo == warp ? kSoloSlices : 0);
+  // A worker's place in the order of a piece that is not solo.
+  __device__ __forceinline__ int32_t place(int32_t worker) const { return (worker - turn) & (kWorkers - 1); }
+  // A worker's first slice, the distance to its next, and one past its last (`begin`: it has none).
+  __device__ __forceinline__ int32_t first(int32_t worker) const {
+    return solo < 0 ? begin + kNumbers * place(worker) : begin;
+  }
+  __device__ __forceinline__ int32_t step() const { return solo < 0 ? kNumbers * kWorkers : 1; }
+  __device__ __forceinline__ int32_t end(int32_t worker) const {
+    return solo < 0 ? begin + kNumbers * count : begin + (solo == worker ? kSoloSlices : 0);
   }
 };
-static_assert(sizeof(PieceRow<16>) == kDecodePieceBytes);
+static_assert(sizeof(PieceRow<16, kDecodeWarps>) == kDecodePieceBytes);
 
 // A piece as a row that may be the list's next; turn, solos and solo are the list's.
-template <int kTokens>  // of a slice
-__device__ __forceinline__ PieceRow<kTokens> piece_row(const DecodePiece& piece, const DecodeRequest& request,
-                                                       const DecodeParams& p) {
+template <int kTokens, int kWorkers>
+__device__ __forceinline__ PieceRow<kTokens, kWorkers> piece_row(const DecodePiece& piece, const DecodeRequest& request,
+                                                                 const DecodeParams& p) {
   const TokenRange range = visible_tokens(request, p);
   const int32_t low = max((request.first_tile + piece.tile_begin) * kTileTokens, range.low);
   const int32_t high = min((request.first_tile + piece.tile_end) * kTileTokens, range.high);
-  PieceRow<kTokens> row = {};
-  row.begin = low / kTokens;
-  row.count = max((high + kTokens - 1) / kTokens - row.begin, 1);
+  PieceRow<kTokens, kWorkers> row = {};
+  row.begin = low / row.kUnit;
+  row.count = max((high - row.begin * row.kUnit + kTokens - 1) / kTokens, 1);
+  row.limit = high;
   row.low = range.low;
   row.high = range.high;
   row.request = piece.request;
@@ -97,10 +102,10 @@ struct Known {
 // of epochs before e may be overwritten: every warp is done with them. So a warp in epoch e sees at least 7 epochs'
 // pieces, e's own among them. It asks for slices at most 4 rounds ahead, or 4 solo pieces: in at most 40 pieces from
 // its own.
-template <int kTokens, int kDim, bool kSolos>
+template <int kTokens, int kWorkers, int kDim, bool kSolos>
 class PieceList {
  public:
-  using Row = PieceRow<kTokens>;
+  using Row = PieceRow<kTokens, kWorkers>;
   struct State {
     uint64_t query_full[2 * kDecodeEpoch];
     uint64_t merge_free;
@@ -152,11 +157,11 @@ class PieceList {
       next_piece(cursor, header, &row, &piece);
       piece.request = request;
       if (cursor.request == 0) cursor.request = request;  // else the next one, which is never 0
-      Row made = piece_row<kTokens>(piece, row, p_);
+      Row made = piece_row<kTokens, kWorkers>(piece, row, p_);
       made.turn = added_.turn;
       made.solos = added_.solos;
       if (kSolos && made.can_be_solo()) {
-        made.solo = added_.solos++ & (kDecodeWarps - 1);
+        made.solo = added_.solos++ & (kWorkers - 1);
       } else {
         added_.turn += made.count;
       }
@@ -244,12 +249,14 @@ struct SliceLayout {
   }
 };
 
-// One warp's copies: its slices of all pieces in the list, one after the other.
-template <KvKind kKind, int kDim, int kStages, bool kSolos>
+// One warp's copies: its slices of all pieces in the list, one after the other; of a team's slice its own tokens.
+template <KvKind kKind, int kDim, int kRowTiles, int kStages>
 class Feed {
  public:
-  using Layout = SliceLayout<kKind, kDim, decode_slice_tokens(kKind, kDim, kStages)>;
-  using Pieces = PieceList<Layout::kTokens, kDim, kSolos>;
+  static constexpr bool kSolos = decode_has_solos(kDim, kRowTiles);
+  static constexpr int kWorkers = decode_workers(kDim, kRowTiles), kShare = kDecodeWarps / kWorkers;
+  using Layout = SliceLayout<kKind, kDim, decode_slice_tokens(kKind, kDim, kRowTiles, kStages)>;
+  using Pieces = PieceList<Layout::kTokens, kWorkers, kDim, kSolos>;
   using Row = typename Pieces::Row;
   using Ring = WarpRing<kStages, Layout::kSlotBytes>;
 
@@ -258,10 +265,11 @@ class Feed {
                                   uint32_t scales)
       : p_(p),
         pieces_(pieces),
-        warp_(warp),
+        worker_(warp / kShare),
+        own_(warp % kShare * kOwn),
         lane_(lane),
         scales_(scales),
-        log_ids_(max((kTokens == 32 ? 5 : 4) - p.page_shift, 0)) {}
+        log_ids_(max((kOwn == 32 ? 5 : 4) - p.page_shift, 0)) {}
 
   // What the first block is made of before the list of pieces is there: the CTA's own row and its request's, and page
   // ids that are asked for beside the request's row, so as if nothing lay before a window.
@@ -293,13 +301,14 @@ class Feed {
     piece.request = run.request;
     piece.kv_head = run.kv_head;
     piece.slot = 2 * cta;
-    const Row row = piece_row<kTokens>(piece, lead.request, p_);
-    if (row.begin * kTokens != run.tile * kTileTokens || row.can_be_solo()) return false;
-    count_ = min((row.count + kDecodeWarps - 1 - warp_) / kDecodeWarps, 32 >> log_ids_);
-    where_ = (row.begin + warp_ + min(lane_, count_ - 1) * kDecodeWarps) * kDecodePieces;
+    const Row row = piece_row<kTokens, kWorkers>(piece, lead.request, p_);
+    if (row.begin * Row::kUnit != run.tile * kTileTokens || row.can_be_solo()) return false;
+    count_ = min((row.count + kWorkers - 1 - worker_) / kWorkers, 32 >> log_ids_);
+    where_ = (row.begin + Row::kNumbers * (worker_ + min(lane_, count_ - 1) * kWorkers)) * kDecodePieces;
     ids_[0] = lead_token(run) < row.high ? min(lead.id, p_.last_page) : 0;
     low_ = row.low;
     high_ = row.high;
+    limit_ = row.limit;
     kv_head_ = run.kv_head;
     first = row;
     return true;
@@ -308,9 +317,9 @@ class Feed {
   // Asks for the first slice in the shortest way, where it is as most are: in one page, all of its tokens seen, none of
   // them this step's unless `all` may be read. False: it is left to push(ring).
   __device__ __forceinline__ bool push_first(const Ring& ring, const Row& first, bool all) {
-    const int32_t token = (first.begin + warp_) * kTokens;
+    const int32_t token = first.begin * Row::kUnit + worker_ * kTokens + own_;
     if (count_ <= 0 || log_ids_ > 0 || p_.per_token_scale) return false;
-    if (token < low_ || token + kTokens > high_ - (all ? 0 : p_.q_len)) return false;
+    if (token < low_ || token + kOwn > min(limit(), high_ - (all ? 0 : p_.q_len))) return false;
     push(ring, slice_at(token));
     return true;
   }
@@ -325,14 +334,14 @@ class Feed {
     if (index_ >= count_ || log_ids_ > 0 || p_.per_token_scale) return false;
     const int32_t where = __shfl_sync(kAllLanes, where_, index_), token = first_token(where);
     const Row& piece = pieces_[where];
-    if (token < piece.low || token + kTokens > piece.high) return false;
+    if (token < piece.low || token + kOwn > piece.limit) return false;
     kv_head_ = piece.kv_head;
     slice = slice_at(token);
     return true;
   }
   // Asks for it.
   __device__ __forceinline__ void push(const Ring& ring, const Slice& slice) {
-    copy_page(ring.at(), slice.k, slice.v, fresh_lane());
+    copy_page(ring.at() + own_ * Layout::kRowBytes, slice.k, slice.v, fresh_lane());
     cp_async_commit();
     ++index_;
   }
@@ -340,7 +349,7 @@ class Feed {
   // Whether the current slice is known without the list, and holds no token of this step.
   __device__ __forceinline__ bool leads() const {
     if (index_ == count_) return false;
-    return first_token(__shfl_sync(kAllLanes, where_, index_)) + kTokens <= high_ - p_.q_len;
+    return first_token(__shfl_sync(kAllLanes, where_, index_)) + kOwn <= high_ - p_.q_len;
   }
 
   // The list is there: asks for the block behind the first one.
@@ -377,7 +386,7 @@ class Feed {
   __device__ __forceinline__ bool is_old() const {
     if (index_ == count_) return true;
     const int32_t where = __shfl_sync(kAllLanes, where_, index_);
-    return first_token(where) + kTokens <= pieces_[where].high - p_.q_len;
+    return first_token(where) + kOwn <= pieces_[where].high - p_.q_len;
   }
 
   // Asks for the keys and the values of the current slice, as one group (an empty one past the end), and goes to the
@@ -390,13 +399,14 @@ class Feed {
         const Row& piece = pieces_[where];
         low_ = piece.low;
         high_ = piece.high;
+        limit_ = piece.limit;
         kv_head_ = piece.kv_head;
       }
       if (log_ids_ == 0) {
         push_page(ring);
       } else {
-        push_rows<false>(p_.k, ring.at());
-        push_rows<true>(p_.v, ring.at() + Layout::kValuesAt);
+        push_rows<false>(p_.k, ring.at() + own_ * Layout::kRowBytes);
+        push_rows<true>(p_.v, ring.at() + own_ * Layout::kRowBytes + Layout::kValuesAt);
       }
       if (p_.per_token_scale) push_scales(ring);
       ++index_;
@@ -405,21 +415,23 @@ class Feed {
   }
 
  private:
-  static constexpr int kTokens = Layout::kTokens;
+  static constexpr int kTokens = Layout::kTokens, kOwn = kTokens / kShare;  // of a slice; of them this warp's
+  static constexpr int kFills = Layout::kFills / kShare;
 
   // A slice that lies in one page.
   __device__ __forceinline__ void push_page(const Ring& ring) {
     const Slice slice = slice_at(token_);
     const int32_t lane = fresh_lane();
-    if (token_ >= low_ && token_ + kTokens <= high_) {
-      copy_page(ring.at(), slice.k, slice.v, lane);
+    const uint32_t shared = ring.at() + own_ * Layout::kRowBytes;
+    if (token_ >= low_ && token_ + kOwn <= limit()) {
+      copy_page(shared, slice.k, slice.v, lane);
     } else {
       const int32_t own = lane / Layout::kLanes;
       const char *k = slice.k, *v = slice.v;
-      const uint32_t keys = ring.at() + Layout::fill_from(false, lane);
-      const uint32_t values = ring.at() + Layout::kValuesAt + Layout::fill_from(true, lane);
+      const uint32_t keys = shared + Layout::fill_from(false, lane);
+      const uint32_t values = shared + Layout::kValuesAt + Layout::fill_from(true, lane);
 #pragma unroll
-      for (int i = 0; i < Layout::kFills; ++i) {
+      for (int i = 0; i < kFills; ++i) {
         const int bytes = visible(token_ + own + i * Layout::kRows) ? 16 : 0;
         cp_async16(Layout::fill_of(false, keys, i), k, bytes);
         cp_async16(Layout::fill_of(true, values, i), v, bytes);
@@ -442,12 +454,12 @@ class Feed {
     const uint32_t keys = shared + Layout::fill_from(false, lane);
     const uint32_t values = shared + Layout::kValuesAt + Layout::fill_from(true, lane);
 #pragma unroll
-    for (int i = 0; i < Layout::kFills; ++i) {
+    for (int i = 0; i < kFills; ++i) {
       cp_async16(Layout::fill_of(false, keys, i), k);
       k += static_cast<int64_t>(p_.k.token_stride) * (16 * Layout::kRows);
     }
 #pragma unroll
-    for (int i = 0; i < Layout::kFills; ++i) {
+    for (int i = 0; i < kFills; ++i) {
       cp_async16(Layout::fill_of(true, values, i), v);
       v += static_cast<int64_t>(p_.v.token_stride) * (16 * Layout::kRows);
     }
@@ -467,7 +479,7 @@ class Feed {
     const int32_t own = lane_ / Layout::kLanes;
     const uint32_t from = shared + Layout::fill_from(kValues, lane_);
 #pragma unroll
-    for (int i = 0; i < Layout::kFills; ++i) {
+    for (int i = 0; i < kFills; ++i) {
       const int32_t row = own + i * Layout::kRows;
       const uint32_t page = __shfl_sync(kAllLanes, ids_of_slice(), (index_ << log_ids_) + (row >> p_.page_shift));
       const int bytes = visible(token_ + row) ? 16 : 0;
@@ -477,13 +489,13 @@ class Feed {
   }
 
   __device__ __forceinline__ void push_scales(const Ring& ring) {
-    const int32_t own = lane_ % kTokens, token = token_ + own;
+    const int32_t own = lane_ % kOwn, token = token_ + own;
     const int32_t number = log_ids_ == 0 ? 0 : own >> p_.page_shift;  // of its page in the slice
     const uint32_t page = __shfl_sync(kAllLanes, ids_of_slice(), (index_ << log_ids_) + number);
     const int64_t inside = token & ((1 << p_.page_shift) - 1);
     const float* source = p_.k_scale + page * p_.k_scale_page_stride + inside * p_.k_scale_token_stride +
                           kv_head_ * p_.k_scale_head_stride;
-    if (lane_ < kTokens) cp_async4(scales_ + (ring.slot() * kTokens + own) * 4, source, visible(token) ? 4 : 0);
+    if (lane_ < kOwn) cp_async4(scales_ + (ring.slot() * kOwn + own) * 4, source, visible(token) ? 4 : 0);
   }
 
   // Looks up the block that begins with this warp's slice next_ of all, and starts to load its ids.
@@ -493,7 +505,7 @@ class Feed {
     behind.turn = known.turn;
     behind.solos = known.solos;
     all_ = known.all;
-    next_count_ = min(behind.before(warp_) - next_, log_ids_ == 0 ? 32 : 64 >> log_ids_);
+    next_count_ = min(behind.before(worker_) - next_, log_ids_ == 0 ? 32 : 64 >> log_ids_);
     if (next_count_ == 0) return;
     next_where_ = place(next_ + min(lane_, next_count_ - 1), index, known.pieces);
     next_ids_[0] = page_id(lane_ >> log_ids_);
@@ -506,7 +518,7 @@ class Feed {
     const int32_t where = __shfl_sync(kAllLanes, next_where_, number);
     const Row& piece = pieces_[where];
     const int32_t token = first_token(where) + page_of_slice();
-    if (number >= next_count_ || token >= piece.high) return 0;
+    if (number >= next_count_ || token >= piece.limit) return 0;
     const int32_t* table = p_.page_table + piece.request * p_.page_table_stride;
     return min(static_cast<uint32_t>(table[token >> p_.page_shift]), p_.last_page);
   }
@@ -520,29 +532,30 @@ class Feed {
 #pragma unroll 1
     while (high - low > 1) {  // the last of these pieces that begins at or before the slice
       const int32_t middle = (low + high) / 2;
-      if (pieces_[middle].before(warp_) <= number) {
+      if (pieces_[middle].before(worker_) <= number) {
         low = middle;
       } else {
         high = middle;
       }
     }
     const Row& piece = pieces_[low];
-    const int32_t slice = piece.first(warp_) + (number - piece.before(warp_)) * piece.step();
+    const int32_t slice = piece.first(worker_) + (number - piece.before(worker_)) * piece.step();
     return slice * kDecodePieces + (low & (kDecodePieces - 1));
   }
 
   // The first token of the page whose id this lane holds in the first block.
   __device__ __forceinline__ int32_t lead_token(const DecodeCta& run) const {
-    const int32_t slice = run.tile * (kTileTokens / kTokens) + warp_ + (lane_ >> log_ids_) * kDecodeWarps;
-    return slice * kTokens + page_of_slice();
+    const int32_t slice = worker_ + (lane_ >> log_ids_) * kWorkers;
+    return run.tile * kTileTokens + slice * kTokens + own_ + page_of_slice();
   }
 
   // Where the page whose id this lane holds begins, from the beginning of its slice (of several pages) on.
   __device__ __forceinline__ int32_t page_of_slice() const { return (lane_ & ((1 << log_ids_) - 1)) << p_.page_shift; }
 
-  static __device__ __forceinline__ int32_t first_token(int32_t where) {
-    static_assert(kTokens <= kDecodePieces);
-    return (where & -kDecodePieces) / (kDecodePieces / kTokens);
+  // This warp's first token of a slice.
+  __device__ __forceinline__ int32_t first_token(int32_t where) const {
+    static_assert(Row::kUnit <= kDecodePieces);
+    return (where & -kDecodePieces) / (kDecodePieces / Row::kUnit) + own_;
   }
 
   // The lane's number in a form that keeps what follows from it out of the registers that live through the loop.
@@ -552,11 +565,13 @@ class Feed {
     return lane;
   }
 
-  __device__ __forceinline__ bool visible(int32_t token) const { return token >= low_ && token < high_; }
+  // One past the last token of the slice that is pushed, where slices reach beyond pieces.
+  __device__ __forceinline__ int32_t limit() const { return Row::kNumbers > 1 ? limit_ : high_; }
+  __device__ __forceinline__ bool visible(int32_t token) const { return token >= low_ && token < limit(); }
 
   const DecodeParams& p_;
   const Pieces& pieces_;
-  const int32_t warp_, lane_;
+  const int32_t worker_, own_, lane_;  // own_: this warp's first token of a slice
   const uint32_t scales_;
   const int32_t log_ids_;  // log2 of a slice's pages
   // The current block: slice index_ of count_, and the one after it.
@@ -567,8 +582,8 @@ class Feed {
   int32_t where_ = 0, next_where_ = 0;
   uint32_t ids_[2] = {}, next_ids_[2] = {};
   int32_t next_ = 0;  // this warp's slice of all that the block after the next begins with
-  // Of the slice that is pushed: first token, tokens that any row sees.
-  int32_t token_ = 0, low_ = 0, high_ = 0, kv_head_ = 0;
+  // Of the slice that is pushed: first token, tokens that any row sees, one past its piece's last.
+  int32_t token_ = 0, low_ = 0, high_ = 0, limit_ = 0, kv_head_ = 0;
 };
 
 }  // namespace hpc::attention

@@ -6,7 +6,7 @@
 
 namespace hpc::attention {
 
-template <KvKind kKind, int kDim, int kRowTiles, int kStages = decode_stages(kKind, kDim)>
+template <KvKind kKind, int kDim, int kRowTiles, int kStages = decode_stages(kKind, kDim, kRowTiles)>
 constexpr DecodeKernel kDecodeInstance = decode_kernel<kKind, kDim, kRowTiles, kStages>;
 
 template <KvKind kKind>
@@ -14,7 +14,7 @@ DecodeKernel decode_instance(int32_t head_dim, int32_t row_tiles, int32_t stages
   if (head_dim == 128 && row_tiles == 1 && stages == decode_other_stages(kKind)) {
     return kDecodeInstance<kKind, 128, 1, decode_other_stages(kKind)>;
   }
-  if (stages != decode_stages(kKind, head_dim)) return nullptr;
+  if (stages != decode_stages(kKind, head_dim, row_tiles)) return nullptr;
   switch (head_dim) {
     case 64:
       return row_tiles == 1   ? kDecodeInstance<kKind, 64, 1>

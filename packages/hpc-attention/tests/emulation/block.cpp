@@ -56,6 +56,13 @@ struct Barrier {
   std::vector<int> waiting;  // threads
 };
 
+// A named barrier: who waits, and the results of this round and of the one before.
+struct NamedBarrier {
+  std::vector<int> waiting;
+  bool any[2];
+  int generation;
+};
+
 struct Late {
   char* address;
   std::vector<char> contents;
@@ -71,6 +78,7 @@ size_t shared_bytes;
 bool predecessor_runs;
 std::vector<Late> late_memory;
 std::map<uint32_t, Barrier> barriers;
+NamedBarrier named_barriers[16];
 std::exception_ptr error;
 const std::function<void()>* block_body;
 unsigned seed = 1;
@@ -158,6 +166,7 @@ void run_block(int threads, size_t smem_bytes, const std::function<void(int)>& e
   }
   for (Warp& warp : warps) warp.arrived = warp.generation = 0;
   barriers.clear();
+  for (NamedBarrier& barrier : named_barriers) barrier = {};
   std::memset(hpc::attention::smem, 0xff, sizeof(hpc::attention::smem));
   for (Late& memory : late_memory) {
     memory.contents.assign(memory.address, memory.address + memory.contents.size());
@@ -219,6 +228,21 @@ void sync_block() {
     arrived = 0;
     for (int i = 0; i < num_threads; ++i) fibers[i].state = State::kReady;
   }
+}
+
+bool sync_threads(int id, int threads, bool value) {
+  require(id > 0 && id < 16 && threads % 32 == 0 && threads <= num_threads, "a named barrier out of range");
+  NamedBarrier& barrier = named_barriers[id];
+  bool& any = barrier.any[barrier.generation & 1];
+  any = value || (any && !barrier.waiting.empty());
+  if (static_cast<int>(barrier.waiting.size()) + 1 < threads) {
+    barrier.waiting.push_back(current);
+    suspend(State::kInBarrier);
+  } else {
+    ++barrier.generation;
+    for (const int thread : std::exchange(barrier.waiting, {})) fibers[thread].state = State::kReady;
+  }
+  return any;
 }
 
 void wait_for_predecessor() {

@@ -10,8 +10,8 @@
 //   - a thread that ends without pdl_wait, and what is read or written too early: pdl_wait returns when no thread of
 //     the block gets on without it, and memory that a predecessor writes (late) holds NaN before, its contents then.
 // Not emulated: time; the memory model (a missing fence, races between blocks or kernels); a warp whose lanes run
-//   apart; wgmma, clusters, the copy engine; how tensor cores round sums and how coarse the approximate functions are;
-//   limits of registers.
+//   apart; when a wgmma reads and writes, clusters, the copy engine; how tensor cores round sums and how coarse the
+//   approximate functions are; limits of registers.
 #pragma once
 
 #include <cstddef>
@@ -46,6 +46,8 @@ int lane();
 // Gives `words` words to the warp's other lanes; returns all lanes' as [word][lane], valid until the next exchange.
 const uint32_t (*exchange(Meeting meeting, const uint32_t* mine, int words))[32];
 void sync_block();
+// Named barrier `id` of so many threads; whether `value` was true in any of them.
+bool sync_threads(int id, int threads, bool value);
 void wait_for_predecessor();
 
 // Shared memory: addresses count from its beginning.

@@ -1,6 +1,6 @@
-// What the PTX functions of hpc/fifo.cuh, fp8.cuh, mbarrier.cuh, mma.cuh and pdl.cuh do. Those headers come without
-// them: the test takes every function that is PTX out of its copies. Everything else in them is the kernels' own. What
-// a kernel begins to use is added here.
+// What the PTX functions of hpc/fifo.cuh, fp8.cuh, mbarrier.cuh, mma.cuh, pdl.cuh and wgmma_half.cuh do. Those headers
+// come without them: the test takes every function that is PTX out of its copies. Everything else in them is the
+// kernels' own. What a kernel begins to use is added here.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,6 +18,7 @@ inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity);  // its header
 #include "hpc/mbarrier.cuh"
 #include "hpc/mma.cuh"
 #include "hpc/pdl.cuh"
+#include "hpc/wgmma_half.cuh"
 
 namespace hpc {
 
@@ -46,6 +47,13 @@ inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
 }
 inline void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
   emulation::bulk_copy(shared, global, bytes, barrier);
+}
+
+inline void named_barrier_sync(int id, int threads) {
+  emulation::sync_threads(id, threads, false);
+}
+inline bool named_barrier_any(int id, int threads, bool value) {
+  return emulation::sync_threads(id, threads, value);
 }
 
 // fifo.cuh
@@ -134,6 +142,39 @@ void mma_m16n8k16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t
       sum += static_cast<double>(__uint_as_float(a)) * static_cast<double>(__uint_as_float(b));
     }
     c[i] = static_cast<float>(sum);
+  }
+}
+
+// wgmma_half.cuh: done at once, each warp its 16 rows.
+inline void wgmma_arrive() {}
+inline void wgmma_commit() {}
+template <int kPending>
+void wgmma_wait() {}
+inline void fence_proxy_async() {}
+template <int kTiles>
+void wgmma_registers(float (&)[kTiles][4]) {}
+template <Half kType, bool kByColumns, int kTiles>
+void wgmma_half(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  uint32_t mine[8];
+  for (int i = 0; i < 8; ++i) mine[i] = __float_as_uint(half_to_float<kType>(a[i / 2] >> (16 * (i % 2)) & 0xffffu));
+  const auto all = emulation::exchange(emulation::Meeting::kMma, mine, 8);
+  const int g = emulation::lane() / 4, t = emulation::lane() % 4;
+  const auto field = [&](int bit) { return static_cast<uint32_t>(b >> bit & 0x3fffu) << 4; };
+  for (int j = 0; j < kTiles; ++j) {
+    for (int i = 0; i < 4; ++i) {
+      const int column = 2 * t + i % 2;
+      double sum = accumulate ? d[j][i] : 0.0;
+      for (int k = 0; k < 16; ++k) {
+        const uint32_t block =
+            field(0) + static_cast<uint32_t>(k / 8) * field(16) + static_cast<uint32_t>(j) * field(32);
+        const int row = kByColumns ? column : k % 8, inside = kByColumns ? k % 8 : column;
+        uint16_t bits;
+        std::memcpy(&bits, emulation::shared_pointer(block + static_cast<uint32_t>(16 * row + 2 * inside), 2), 2);
+        const uint32_t of_a = all[2 * (i / 2 + 2 * (k / 8)) + k % 2][4 * g + k % 8 / 2];
+        sum += static_cast<double>(__uint_as_float(of_a)) * static_cast<double>(half_to_float<kType>(bits));
+      }
+      d[j][i] = static_cast<float>(sum);
+    }
   }
 }
 
