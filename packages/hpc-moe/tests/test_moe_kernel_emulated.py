@@ -1,4 +1,4 @@
-"""The grouped GEMMs and the reduction on a CPU: their sources compiled against an emulation of thread blocks.
+"""The grouped GEMMs, the reduction and the low regime's routing on a CPU, against an emulation of thread blocks.
 
 emulation/emulation.hpp says what is emulated and what is not. Planted faults must be found.
 """
@@ -32,7 +32,11 @@ FAULTS = {
     4: ("row_to_slot[tile_row + rows + thread]", "row_to_slot[tile_row + (emulation::fault == 4 ? 0 : rows) + thread]"),
     # The up rows get the gate's scale.
     5: ("* weights[m]", "* weights[emulation::fault == 5 ? 0 : m]"),
+    # Routing: pairs of the steps before do not count; of few pairs, a tile is never full.
+    6: ("own[expert] += __popc(same);", "own[expert] += emulation::fault == 6 ? 0 : __popc(same);"),
+    7: ("rank % kLowTile == 0;", "(emulation::fault == 7 ? rank : rank % kLowTile) == 0;"),
 }
+ROUTING = (6, 7)
 CASES = (
     "tensor,9,2,3,256,192,2,random,0,32",
     "tensor,5,2,2,384,64,3,random,1,128",
@@ -87,19 +91,27 @@ def cuda_headers() -> pathlib.Path | None:
     return folder if folder and (folder / "cuda_fp8.h").is_file() else None
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The driver with the kernels."""
+def build(folder: pathlib.Path, driver: str) -> pathlib.Path:
+    """A driver with the kernels."""
     compiler, headers = shutil.which("g++"), cuda_headers()
     if compiler is None or headers is None:
         pytest.skip("needs g++ and CUDA's headers beside nvcc")
-    folder = tmp_path_factory.mktemp("emulated")
     sources(folder)
     includes = [HERE / "emulation", folder, CSRC, HERE.parents[2] / "common" / "include", headers]
     command = [compiler, "-std=c++20", "-O1", "-w", *(f"-I{each}" for each in includes)]
-    files = [HERE / "emulation" / name for name in ("driver.cpp", "emulation.cpp")]
+    files = [HERE / "emulation" / name for name in (f"{driver}.cpp", "emulation.cpp")]
     subprocess.run([*command, *files, "-o", folder / "driver"], check=True, timeout=300)
     return folder / "driver"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return build(tmp_path_factory.mktemp("emulated"), "driver")
+
+
+@pytest.fixture(scope="module")
+def route(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return build(tmp_path_factory.mktemp("route"), "route")
 
 
 def run(program: pathlib.Path, fault: int, *cases: str) -> subprocess.CompletedProcess[str]:
@@ -111,6 +123,19 @@ def test_each_kernel_against_double_precision(program: pathlib.Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+def test_routing_of_the_low_regime(route: pathlib.Path) -> None:
+    """Rows in pair order, tiles of 8, ids of other ranks: one warp's routing (to 32 pairs) and the CTA's."""
+    sizes = [(1, 1, 100), (8, 192, 100), (32, 3, 100), (32, 24, 60), (31, 512, 90), (17, 2, 0), (33, 6, 100)]
+    sizes += [(128, 192, 90), (500, 6, 100), (1024, 512, 95), (1024, 1, 100), (1000, 24, 50), (1024, 128, 100)]
+    done = run(route, 0, *(",".join(map(str, size)) for size in sizes))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("fault", ROUTING)
+def test_a_planted_fault_of_the_routing_is_found(route: pathlib.Path, fault: int) -> None:
+    assert run(route, fault, "500,6,100", "32,3,100").returncode == 1
+
+
+@pytest.mark.parametrize("fault", [number for number in FAULTS if number not in ROUTING])
 def test_a_planted_fault_is_found(program: pathlib.Path, fault: int) -> None:
     assert run(program, fault, CASES[0], CASES[6], CASES[8], CASES[-1]).returncode == 1

@@ -27,16 +27,28 @@ __device__ __forceinline__ void unpack8(const uint4& raw, float (&v)[8]) {
 
 __global__ void __launch_bounds__(kReduceThreads, 4) reduce_kernel(const ReduceParams p) {
   constexpr int kAhead = 8;  // rows loaded before the first is added
-  __shared__ int32_t rows[kMaxTopK];
-  __shared__ float weights[kMaxTopK];
+  __shared__ int32_t rows_of[2][kMaxTopK];
+  __shared__ float weights_of[2][kMaxTopK];
   bool waited = false;
-  for (int64_t token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
-    __syncthreads();
+  // A token's rows and weights are asked for while the one before it is summed.
+  int32_t row = -1;
+  float weight_of_slot = 0.0f;
+  const auto ask = [&](int64_t token) {
+    if (threadIdx.x >= p.top_k || token >= p.num_tokens) return;
+    row = p.slot_to_row[token * p.top_k + threadIdx.x];
+    weight_of_slot = p.topk_weights[token * p.weight_token_stride + threadIdx.x * p.weight_slot_stride];
+  };
+  ask(blockIdx.x);
+  int turn = 0;
+  for (int64_t token = blockIdx.x; token < p.num_tokens; token += gridDim.x, turn ^= 1) {
+    int32_t* rows = rows_of[turn];
+    float* weights = weights_of[turn];
     if (threadIdx.x < p.top_k) {
-      rows[threadIdx.x] = p.slot_to_row[token * p.top_k + threadIdx.x];
-      weights[threadIdx.x] = p.topk_weights[token * p.weight_token_stride + threadIdx.x * p.weight_slot_stride];
+      rows[threadIdx.x] = row;
+      weights[threadIdx.x] = weight_of_slot;
     }
     __syncthreads();
+    ask(token + gridDim.x);
     if (!waited) {
       pdl_wait();
       pdl_trigger();

@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #undef __shared__
@@ -85,6 +86,30 @@ T __shfl_sync(unsigned, T value, int lane) {
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return __shfl_sync(0u, value, emulation::lane() ^ mask);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T value, int delta) {
+  const int lane = emulation::lane();
+  return __shfl_sync(0u, value, lane >= delta ? lane - delta : lane);
+}
+inline uint32_t __ballot_sync(unsigned, bool vote) {
+  uint32_t votes = 0;
+  for (int lane = 0; lane < 32; ++lane) votes |= static_cast<uint32_t>(__shfl_sync(0u, vote ? 1 : 0, lane)) << lane;
+  return votes;
+}
+inline int __popc(uint32_t bits) {
+  return __builtin_popcount(bits);
+}
+inline int __ffs(int bits) {
+  return __builtin_ffs(bits);
+}
+template <class T>
+T atomicAdd(T* to, T value) {
+  return std::exchange(*to, *to + value);
+}
+template <class T>
+T atomicOr(T* to, T value) {
+  return std::exchange(*to, *to | value);
 }
 inline float __int_as_float(int bits) {
   float value;
