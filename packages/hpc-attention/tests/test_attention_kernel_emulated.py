@@ -117,25 +117,20 @@ FAULTS = {
     "the first query is read before pdl_wait": Fault("decode.cuh", "waits || (lists && waited)", "lists", SOLOS),
     "the list is asked for the first block again": Fault("decode_feed.cuh", "next_ = count_;\n", None, LATER),
     "a team's causal mask is off by one": Fault(
-        "decode_team.cuh", "position < min(end, limit_)", "position <= min(end, limit_)", replace(TEAMS, num_ctas=1)
-    ),
+        "decode_team.cuh", "position < min(end, limit_)", "position <= min(end, limit_)", replace(TEAMS, num_ctas=1)),
     "a team does not wait for its probabilities": Fault(
-        "decode_team.cuh", "named_barrier_any(1 + team_, kTeamThreads, above)", "above", TEAMS
-    ),
+        "decode_team.cuh", "named_barrier_any(1 + team_, kTeamThreads, above)", "above", TEAMS),
     "a slice is filled again before its team has read it": Fault(
         "decode_team.cuh", "named_barrier_sync(1 + team_, kTeamThreads);\n  }\n\n  // scores = K", None,
         replace(TEAMS, lengths=(1500,), num_ctas=1),
     ),
     "a warp's largest scores for the team's": Fault(
-        "decode_team.cuh", "rows + w * kStep", "rows + part_ * kStep", TEAMS
-    ),
+        "decode_team.cuh", "rows + w * kStep", "rows + part_ * kStep", TEAMS),
     "a team's slice goes past its piece": Fault(
         "decode_team.cuh", "position < min(end, limit_)", "position < end",
-        replace(TEAMS, lengths=(1100,), num_ctas=6, sm_scale=0.05),
-    ),
+        replace(TEAMS, lengths=(1100,), num_ctas=6, sm_scale=0.05)),
     "a team's output is not rescaled": Fault(
-        "decode_team.cuh", "exp2_approx(reference - raised)", "1.0f", replace(TEAMS, num_ctas=1)
-    ),
+        "decode_team.cuh", "exp2_approx(reference - raised)", "1.0f", replace(TEAMS, num_ctas=1)),
     "one warp's sums for the team's": Fault("decode.cuh", "pairs[i].y += more.y", None, TEAMS),
     "the first slice has tokens of this step": Fault(
         "decode_feed.cuh", "(all ? 0 : p_.q_len)", "0",
