@@ -86,7 +86,7 @@ FAULTS = {
         "combine.cuh", "exp2_approx(w[i].x - m0)", "1.0f", replace(LONG, lengths=(1536,), num_ctas=24)
     ),
     "partial results of two threads are not rescaled": Fault(
-        "decode_merge.cuh", "exp2_approx(b_ml.x - m0)", "1.0f", LONG
+        "decode_merge.cuh", "exp2_approx(b_ml.x - m0)", "1.0f", replace(LONG, num_ctas=6)
     ),
     "pairs are counted from the wrong one": Fault(
         "combine.cuh", "unit -= __shfl_sync(kAllLanes, end, 31)", None, PAIRS

@@ -4,7 +4,7 @@
 // to 4 pieces of a vector at once and adds them; a second round of loads would be one more trip to memory for the whole
 // kernel, so a pair with many pieces has more threads a vector (up to 32), whatever other pairs have. Then the threads
 // of a vector are added: in pairs within a warp, then the warps in their order. Order and shares depend on the numbers
-// of pieces of the plan's pairs and on the grid, in batch-invariant plans on the pair's own number alone.
+// of pieces of the plan's pairs, in batch-invariant plans on the pair's own number alone.
 //
 // Rehearsal: before the wait a CTA goes once through what it will do, without a load from or a store to global memory,
 // so that its instructions have been fetched when it counts.
@@ -42,8 +42,8 @@ __device__ __forceinline__ CombineForm form_of_pieces(int32_t pieces, int32_t lo
   return combine_form<kDim>(min(32 - __clz((pieces - 1) >> log_most), 5));
 }
 
-// Units of all pairs, and log2 of the pieces that a thread loads at most: two pieces where every CTA has one unit at
-// most then, else four.
+// Units of all pairs, and log2 of the pieces that a thread loads at most: four, for as few threads a vector as can be;
+// two where that makes no more of them.
 struct CombineUnits {
   int32_t count;
   int32_t log_most;
@@ -61,8 +61,7 @@ __device__ __forceinline__ CombineUnits count_units(const DecodeParams& p, const
     for (int j = 0; j < 2; ++j) units[j] += p.row_tiles << form_of_pieces<kDim>(pieces, 1 + j).log_parts;
   }
   const int32_t more = __reduce_add_sync(0xffffffffu, units[0]), fewer = __reduce_add_sync(0xffffffffu, units[1]);
-  if (more <= static_cast<int32_t>(gridDim.x)) return {more, 1};
-  return {fewer, 2};
+  return {fewer, more == fewer ? 1 : 2};
 }
 
 // A unit's place: row tile and part of the split pair number `index`.

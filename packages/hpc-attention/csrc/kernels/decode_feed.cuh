@@ -476,14 +476,14 @@ class Feed {
   // A slice of several pages.
   template <bool kValues>
   __device__ __forceinline__ void push_rows(const CacheView& cache, uint32_t shared) {
-    const int32_t own = lane_ / Layout::kLanes;
-    const uint32_t from = shared + Layout::fill_from(kValues, lane_);
+    const int32_t lane = fresh_lane(), own = lane / Layout::kLanes;
+    const uint32_t from = shared + Layout::fill_from(kValues, lane);
 #pragma unroll
     for (int i = 0; i < kFills; ++i) {
       const int32_t row = own + i * Layout::kRows;
       const uint32_t page = __shfl_sync(kAllLanes, ids_of_slice(), (index_ << log_ids_) + (row >> p_.page_shift));
       const int bytes = visible(token_ + row) ? 16 : 0;
-      cp_async16(Layout::fill_of(kValues, from, i), address(cache, page, row & ((1 << p_.page_shift) - 1), lane_),
+      cp_async16(Layout::fill_of(kValues, from, i), address(cache, page, row & ((1 << p_.page_shift) - 1), lane),
                  bytes);
     }
   }
