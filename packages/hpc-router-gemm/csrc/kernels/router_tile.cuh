@@ -2,10 +2,10 @@
 //
 // Tile    64 WM expert rows (the M of wgmma, A from registers) x NT tokens (its N, from shared memory). Grid (split,
 //         expert tiles, token tiles); the `split` CTAs of a tile are one cluster, each with a part of k.
-// Warps   WM x WK x WN consumer warpgroups, then producer warps, of which one thread each issues the copies for every
-//         second or fourth slot of the ring: one thread alone takes 0.1 us a stage. A consumer has 64 rows, the tokens
-//         of its wn and the wk-th part of every stage's k. One consumer alone leaves room for a second CTA on the SM:
-//         the next call's, which then starts, reads its weights and waits while this one still works.
+// Warps   WM x WK x WN consumer warpgroups, then producer warps, of which two fill the ring, a thread each every second
+//         slot. A consumer has 64 rows, the tokens of its wn and the wk-th part of every stage's k. One consumer alone
+//         leaves room for a second CTA on the SM: the next call's, which then starts, reads its weights and waits while
+//         this one still works.
 // Stages  k = 64 or 32 each: weight rows (fp32: boxes of 32 columns) in the 128-byte swizzle, and token rows in the
 //         swizzle of their width.
 // Rows    lane group g takes row 2 (g % 4) + g / 4 of each 8: with the natural order, rows 0 and 1 of the swizzle would
@@ -14,9 +14,10 @@
 //         terms come first: in each step, or, with three terms, in each group of 4. The tensor core truncates each sum,
 //         so the accumulator is moved to an ordinary fp32 sum, and restarted, every 16 of a consumer's steps for two
 //         terms, else every 4; where registers are short, groups of 2 and every 2.
-// Sum     over the k groups in shared memory, then over the cluster (cluster.cuh), ranks ascending. Both lie over the
-//         stages: a cluster barrier after the products says that nobody needs them any more. With sums_offset those of
-//         the cluster have memory of their own: a rank sends when it has finished, whoever still multiplies.
+// Sum     router_tile_sum.cuh: over the k groups in shared memory, then over the cluster (cluster.cuh) by ascending
+//         ranks. Both lie over the stages: a cluster barrier after the products says that nobody needs them any more.
+//         With sums_offset those of the cluster have memory of their own: a rank sends when it has finished, whoever
+//         still multiplies.
 // PDL     before pdl_wait() the first stages' weights are requested where params.prefetch allows it, and what follows
 //         is brought to L2 where params.l2_prefetch says so, x too: that reads nothing, so it may still be written.
 #pragma once
@@ -63,9 +64,10 @@ __device__ __forceinline__ void load_raw(uint32_t weights, uint32_t lane_offset,
   }
 }
 
-// The products of consumer (wm, wk), in sum[].
-template <int WM, int WK, int WN, int NT, Weight kWeight, int wk>
-__device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int wn, const TileMemory& memory,
+// The products of consumer (wm, wk, wn), in sum[]. The place is not a template parameter: consumers run the same code,
+// which takes half the instruction cache.
+template <int WM, int WK, int WN, int NT, Weight kWeight>
+__device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int wk, int wn, const TileMemory& memory,
                                                float (&sum)[NT / WN / 2]) {
   using Shape = TileShape<WM, WK, WN, NT, kWeight>;
   constexpr int kTokens = Shape::kTokens;
@@ -77,9 +79,9 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
   const int t = lane % 4;
   const int row = 64 * wm + 16 * warp + 2 * (g % 4) + g / 4;
   // This consumer's steps of a stage begin at step wk * kSteps (2 for the second of two).
-  const uint32_t own_offset = Shape::kFloat ? wk * (kSteps / 2) * Shape::kHalfBytes : 0;
-  const uint32_t lane_offset = Shape::kFloat ? row * 128 + (((t / 2) ^ (row & 7)) << 4) + (t & 1) * 8
-                                             : (row * 128 + ((row & 7) << 4) + t * 4) ^ (wk * kSteps * 2 << 4);
+  const uint32_t lane_offset =
+      Shape::kFloat ? wk * (kSteps / 2) * Shape::kHalfBytes + row * 128 + (((t / 2) ^ (row & 7)) << 4) + (t & 1) * 8
+                    : (row * 128 + ((row & 7) << 4) + t * 4) ^ (wk * kSteps * 2 << 4);
   const int blocks = TileBlocks(p, blockIdx.x).count;
   const auto release = [&](int slot) {
     if (lane == 0) mbarrier_arrive(memory.empty + slot * 8);
@@ -114,10 +116,8 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
     }
   };
   const auto before = [&](int slot) { return slot == 0 ? p.stages - 1 : slot - 1; };
-  const uint32_t own_tokens = Shape::kWeightBytes + wn * kTokens * Shape::kStageK * 2;
-  const auto tokens_of = [&](int slot) {
-    return tokens_descriptor<Shape::kStageK>(weights_of(slot) + own_tokens) + 2 * wk * kSteps;
-  };
+  const uint32_t own_tokens = Shape::kWeightBytes + wn * kTokens * Shape::kStageK * 2 + wk * kSteps * 32;
+  const auto tokens_of = [&](int slot) { return tokens_descriptor<Shape::kStageK>(weights_of(slot) + own_tokens); };
   // Stages are freed by whole groups of steps.
   constexpr int kFreeSteps = kGroup > kSteps ? kGroup : kSteps;
   const auto release_group = [&](int last_slot) {
@@ -127,16 +127,16 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
   Ring ring;     // of raw
   int slot = 0;  // of the step being multiplied
   mbarrier_wait(memory.full, 0);
-  load_raw<WM, kWeight>(memory.stages + own_offset, lane_offset, 0, raw);
+  load_raw<WM, kWeight>(memory.stages, lane_offset, 0, raw);
   split(0, 0);
   split(0, 2);
-  if (kAhead == 2) load_raw<WM, kWeight>(memory.stages + own_offset, lane_offset, 1, raw);
+  if (kAhead == 2) load_raw<WM, kWeight>(memory.stages, lane_offset, 1, raw);
   const auto fetch = [&](int step) {
     if (step % kSteps == 0) {
       ring.advance(1, p.stages);
       mbarrier_wait(memory.full + ring.slot * 8, ring.phase);
     }
-    load_raw<WM, kWeight>(weights_of(ring.slot) + own_offset, lane_offset, step % kSteps, raw);
+    load_raw<WM, kWeight>(weights_of(ring.slot), lane_offset, step % kSteps, raw);
   };
 
   // One block of k: 8 of this consumer's steps. kFresh: the accumulator starts anew; kMove: it is moved to sum[] at the
@@ -257,11 +257,8 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   pdl_wait();
   pdl_trigger();
   float sum[Shape::kTokens / 2];
-  if (WK == 1 || group / WM == 0) {
-    multiply_tiles<WM, WK, WN, NT, kWeight, 0>(p, group % WM, WN == 1 ? 0 : group / WM, memory, sum);
-  } else {
-    multiply_tiles<WM, WK, WN, NT, kWeight, WK - 1>(p, group % WM, 0, memory, sum);
-  }
+  multiply_tiles<WM, WK, WN, NT, kWeight>(p, group % WM, WK == 1 ? 0 : group / WM, WN == 1 ? 0 : group / WM, memory,
+                                          sum);
 
   // Anew: no register holds it during the products.
   int tid;
