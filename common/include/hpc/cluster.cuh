@@ -42,6 +42,14 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t smem, uint32_t rank
   return address;
 }
 
+// Arrives at an mbarrier of a CTA of the cluster. It orders this thread's earlier accesses within its own CTA alone:
+// with a release over the cluster the compiler waits for all memory accesses of the thread, over the GPU. Enough where
+// what was done before are reads that have returned (operands of products that were waited for), as of a stage given
+// back.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t address) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+}
+
 // Reads an int from another CTA's shared memory.
 __device__ __forceinline__ int32_t load_cluster_s32(uint32_t address) {
   int32_t value;

@@ -35,6 +35,8 @@ FAULTS = {
     # Routing: pairs of the steps before do not count; of few pairs, a tile is never full.
     6: ("own[expert] += __popc(same);", "own[expert] += emulation::fault == 6 ? 0 : __popc(same);"),
     7: ("rank % kLowTile == 0;", "(emulation::fault == 7 ? rank : rank % kLowTile) == 0;"),
+    # Both CTAs of a cluster bring the same unit.
+    8: ("(p, 0, mine);", "(p, 0, emulation::fault == 8 ? 0 : mine);"),
 }
 ROUTING = (6, 7)
 CASES = (
@@ -61,6 +63,14 @@ CASES = (
     "block,50,1,2,128,128,1,one,0,128,tokens",
     "block,330,1,2,256,128,2,one,0,128,tokens",
     "block,130,1,2,384,64,2,one,0,128,tokens",
+    "tensor,300,2,3,256,256,4,random,0,128,clusters",
+    "tensor,270,1,2,384,192,2,one,0,128,clusters",
+    "tensor,129,1,2,128,128,4,one,1,128,clusters",
+    "tensor,30,1,2,640,64,2,random,0,128,clusters",
+    "tensor,9,2,3,256,192,6,random,0,128,clusters",
+    "block,300,2,3,256,256,4,random,0,128,clusters",
+    "block,270,1,2,384,192,2,one,0,128,clusters",
+    "block,30,1,2,640,64,2,random,0,128,clusters",
 )
 
 
@@ -138,4 +148,4 @@ def test_a_planted_fault_of_the_routing_is_found(route: pathlib.Path, fault: int
 
 @pytest.mark.parametrize("fault", [number for number in FAULTS if number not in ROUTING])
 def test_a_planted_fault_is_found(program: pathlib.Path, fault: int) -> None:
-    assert run(program, fault, CASES[0], CASES[6], CASES[8], CASES[-1]).returncode == 1
+    assert run(program, fault, CASES[0], CASES[6], CASES[8], CASES[-9], CASES[-3]).returncode == 1

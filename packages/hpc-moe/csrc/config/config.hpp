@@ -99,6 +99,8 @@ struct Config {
   int32_t up_grid;       // CTAs of the gate-up kernel
   int32_t down_grid;     // CTAs of the down kernel
   bool few;              // low: kernels of few pairs, which quantise x and h in each CTA
+  bool up_clusters;      // the gate-up kernel's CTAs share weights by twos
+  bool down_clusters;    // the down kernel's
   bool fine;             // gate-up promotes its sums every 32 of K, not every 128
   bool guess;            // gate-up CTAs load weights of their likely first task while the index is made
   int32_t index_ctas;    // CTAs of the index kernel (one cluster); 0 where the gate-up kernel routes for itself
@@ -225,6 +227,14 @@ inline Config make_config(const Problem& p) {
   const int64_t down_tasks = (low ? 1 : c.max_tiles) * static_cast<int64_t>(detail::ceil_div(p.hidden, c.down_columns));
   c.up_grid = detail::grid(p.num_sms, up_tasks);
   c.down_grid = detail::grid(p.num_sms, down_tasks);
+  // Where experts have several tiles, in clusters of two CTAs. With one pair of units (I of 192) neighbouring tasks are
+  // neighbouring tiles: of an odd number of tiles many would have nothing in common, and only wait for each other.
+  const int64_t tiles = detail::ceil_div(c.chunk_rows, 128 * static_cast<int64_t>(p.num_experts));
+  const bool share = c.regime == Regime::kLarge && p.quant != Quant::kNone && !c.fine;
+  c.up_clusters = share && c.up_grid > 1 && (p.intermediate / 128 > 1 || tiles % 2 == 0);
+  c.down_clusters = share && c.down_grid > 1;
+  if (c.up_clusters) c.up_grid &= ~1;
+  if (c.down_clusters) c.down_grid &= ~1;
   c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 2048 ? kIndexCluster : 1);
   // With at least 5 rows an expert on average nearly all have rows: the first tasks are known before the index is.
   c.guess = c.regime == Regime::kMid && c.chunk_rows >= 5 * static_cast<int64_t>(p.num_experts);

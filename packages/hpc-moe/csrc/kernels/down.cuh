@@ -72,19 +72,19 @@ struct DownTokens {
 };
 
 // kDirect: per tensor, K of at most kDirectK.
-template <Quant kQuant, bool kHalf, int kWidth, bool kDirect>
+template <Quant kQuant, bool kHalf, int kWidth, bool kDirect, bool kClusters = false>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     down_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap h_map,
                 const __grid_constant__ GemmParams p) {
-  using T = Traits<Gemm::kDown, kQuant, kHalf, kWidth>;
+  using T = Traits<Gemm::kDown, kQuant, kHalf, kWidth, false, false, kClusters>;
   run_gemm<T, kDirect, DownEpilogue<T>>(&map, &h_map, p);
 }
 
-template <bool kHalf>
+template <bool kHalf, bool kClusters>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     down_tokens_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap h_map,
                        const __grid_constant__ GemmParams p) {
-  using T = Traits<Gemm::kDown, Quant::kBlock, kHalf, kMaxWidth, false, true>;
+  using T = Traits<Gemm::kDown, Quant::kBlock, kHalf, kMaxWidth, false, true, kClusters>;
   run_gemm<T, false, DownTokens<T>>(&map, &h_map, p);
 }
 

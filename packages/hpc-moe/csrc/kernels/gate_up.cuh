@@ -208,17 +208,17 @@ struct GateUpTokens {
   }
 };
 
-template <Quant kQuant, bool kHalf, int kWidth, bool kFine>
+template <Quant kQuant, bool kHalf, int kWidth, bool kFine, bool kClusters = false>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     gate_up_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
-  using T = Traits<Gemm::kUp, kQuant, kHalf, kWidth, kFine>;
+  using T = Traits<Gemm::kUp, kQuant, kHalf, kWidth, kFine, false, kClusters>;
   run_gemm<T, false, GateUpEpilogue<T>>(&map, nullptr, p);
 }
 
-template <bool kHalf>
+template <bool kHalf, bool kClusters>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     gate_up_tokens_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
-  using T = Traits<Gemm::kUp, Quant::kBlock, kHalf, kMaxWidth, false, true>;
+  using T = Traits<Gemm::kUp, Quant::kBlock, kHalf, kMaxWidth, false, true, kClusters>;
   run_gemm<T, false, GateUpTokens<T>>(&map, nullptr, p);
 }
 

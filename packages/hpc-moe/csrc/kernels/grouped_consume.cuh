@@ -69,14 +69,25 @@ struct Operands {
   int rows, weights;  // scales: first of B's, first of the weights'
 };
 
+// Gives a stage back, a warp: to this CTA's producers, or to those of both of the cluster.
+template <class T>
+__device__ __forceinline__ void give_back(uint32_t empty) {
+  __syncwarp();
+  const uint32_t lane = threadIdx.x % 32;
+  if constexpr (T::kClusters) {
+    if (lane < 2) mbarrier_arrive_cluster(cluster_address(empty, lane));
+  } else {
+    if (lane == 0) mbarrier_arrive(empty);
+  }
+}
+
 // Keeps the barriers of stages in which the warpgroup has nothing to multiply.
 template <class T>
 __device__ __forceinline__ void skip_stages(typename T::Smem& s, typename T::Ring& ring, int count) {
 #pragma unroll 1
   for (; count > 0; --count) {
     mbarrier_wait(smem_address(s.full) + ring.stage() * 8, ring.phase());
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(s.empty) + ring.stage() * 8);
+    give_back<T>(smem_address(s.empty) + ring.stage() * 8);
     ring.advance();
   }
 }
@@ -93,37 +104,44 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
   const uint32_t stages = smem_address(s.stage) >> 4;
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
-  // Waits for the ring's stage; returns its address. Rows of B were written by the generic proxy, wgmma reads by the
+  // Waits for the ring's stage; returns its address. Rows of x were written by the generic proxy, wgmma reads by the
   // asynchronous one.
   const auto wait = [&] {
     mbarrier_wait(full + ring.stage() * 8, ring.phase());
-    fence_proxy_async();
+    if constexpr (T::kGemm == Gemm::kUp) fence_proxy_async();
     return stages + uniform(ring.stage() * (T::kStageBytes >> 4));
   };
   const auto release = [&] {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty + ring.stage() * 8);
+    give_back<T>(empty + ring.stage() * 8);
     ring.advance();
   };
 
   if constexpr (kDirect || kQuant == Quant::kNone) {
     constexpr WgmmaType kType = kQuant == Quant::kNone ? WgmmaType::kBf16 : WgmmaType::kE4m3;
-    const auto run = [&]<int kCount>() {
-      const uint32_t base = wait();
-      wgmma_fence(acc[0]);
-      wgmma_fence(acc[1]);
+    // A stage is given back while the next is multiplied.
+    uint32_t before = 0;  // the stage whose products may still be on their way
+    const auto run = [&]<int kCount>(bool first) {
+      const uint32_t base = wait(), last = before;
       wgmma_arrive();
       multiply<kType, kCount, true, N>(acc[0], base + at.a, base + at.b);
       multiply<kType, kCount, true, N>(acc[1], base + at.a + kTile, base + at.b);
       wgmma_commit();
-      wgmma_wait<0>();
-      wgmma_fence(acc[0]);
-      wgmma_fence(acc[1]);
-      release();
+      before = ring.stage();
+      ring.advance();
+      if (first) return;
+      wgmma_wait<1>();
+      give_back<T>(empty + last * 8);
     };
+    wgmma_fence(acc[0]);
+    wgmma_fence(acc[1]);
+    const int whole = p.k_bytes / 128;
 #pragma unroll 1
-    for (int k = 0; k < p.k_bytes / 128; ++k) run.template operator()<4>();
-    if (p.k_bytes % 128) run.template operator()<2>();
+    for (int k = 0; k < whole; ++k) run.template operator()<4>(k == 0);
+    if (p.k_bytes % 128) run.template operator()<2>(whole == 0);
+    wgmma_wait<0>();
+    wgmma_fence(acc[0]);
+    wgmma_fence(acc[1]);
+    give_back<T>(empty + before * 8);
   } else {
     constexpr int kSteps = T::kFine ? 1 : 4 / T::kGroups;
 #pragma unroll 1
@@ -233,8 +251,8 @@ __device__ __forceinline__ void consume(const GemmParams& p, typename T::Smem& s
     mbarrier_wait(full + ring.stage() * 8, ring.phase());
     const TurnTask& task = s.turns[turn % kTurns];
     if (task.width == 0) break;
-    if (task.rows == 0) {  // a guess that was wrong
-      skip_stages<T>(s, ring, task.units);
+    if (task.rows == 0) {  // a guess that was wrong, or a task of the cluster's other CTA alone
+      skip_stages<T>(s, ring, T::kClusters && task.units == 0 ? (p.k_bytes + 127) / 128 : task.units);
       continue;
     }
     const bool two_tiles = T::kTwoTiles && task.second_rows > 0;

@@ -1,7 +1,8 @@
-// Grouped GEMM of the experts, second (gate-up) and third (down) of the four kernels: weights as M, tokens as N.
+// Grouped GEMM of the experts, second (gate-up) and third (down) of the four kernels: weights as M, tokens as N;
+// or, by block in larger calls, tokens as M (grouped_tokens.cuh).
 //
 // Grid: one CTA an SM, persistent. 384 threads:
-//   warps 0-3, 4-7   two consumer warpgroups (grouped_consume.cuh); each owns one unit of the task and multiplies two
+//   warps 0-3, 4-7   two consumer warpgroups (grouped_consume.cuh); each has one unit of the task and multiplies two
 //                    m64 tiles of it: gate-up: 64 columns of I (64 gate rows, then their 64 up rows); down: 128 of H;
 //   warps 8-11       producers (grouped_produce.cuh): find the CTA's tasks; bring rows of B, gate-up by gathering
 //                    tokens through the routing index by cp.async into the 128-byte swizzle, down (rows of h are
@@ -10,8 +11,10 @@
 // of one expert and unit are neighbours, so that their weights come from L2 after the first. Shared memory: 4 to 6
 // stages (32 KB weights + rows of B: 16, 8 or 4 KB, as the call's token tiles are at most 128, 64 or 32 rows), scales
 // of each stage, epilogue buffers, published tasks, barriers. Barriers: full[s] (the TMA thread's arrival and bytes,
-// one arrival a producer thread, when its cp.async have landed), empty[s] (one a consumer warp). Before the first stage
-// of a task its TurnTask is written; the TMA thread's arrival releases it.
+// one arrival a producer thread, when its cp.async have landed), empty[s] (one a consumer warp).
+// Before the first stage of a task its TurnTask is written; the TMA thread's arrival releases it.
+// kClusters: two neighbouring CTAs whose tasks have the same expert and units load each unit once, for both; their
+// empty[s] count the consumer warps of both, and both take the same number of stages (kIdle).
 // K order: 128 bytes a stage; sums are promoted to fp32 registers every scale group (128, or 64 of I), per tensor every
 // 128, or not at all (down of up to kDirectK of K), or every 32 (gate-up, Config::fine). It depends on nothing but the
 // Config, so a row has the same bits in every tile width. Rows of a tile beyond its count hold whatever shared memory
@@ -23,6 +26,7 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include "hpc/cluster.cuh"
 #include "hpc/cp_async.cuh"
 #include "hpc/mbarrier.cuh"
 #include "hpc/pdl.cuh"
@@ -48,12 +52,16 @@ constexpr int kDirectK = 1536;  // of K that the tensor core sums by itself (per
 struct TurnTask {
   int32_t row;            // first row of the token tile
   float scale;            // per tensor: of the expert's weights and of B
-  uint16_t expert, unit;  // first unit
+  uint16_t expert, unit;  // expert: with kShared; unit: the first
   uint8_t rows, width;    // of the tile; width 0: no more tasks
   uint8_t units;          // 1 or 2: warpgroup g has unit + g; 0: nothing to do
   uint8_t second_rows;    // not 0: one unit and two tiles, warpgroup 1 has the one that follows, with so many rows
 };
 static_assert(sizeof(TurnTask) == 16);
+
+// kClusters: in TurnTask::expert, where the other CTA of the cluster has another tile of the same expert and units.
+// And a whole task of stages in which there is nothing to do, where only the other has a task (rows 0, units 0).
+constexpr uint16_t kShared = 1 << 15, kIdle = 1 << 14;
 
 // Sizes that follow from the widest token tile of a call: the narrower, the more stages.
 template <int kWidth>
@@ -103,7 +111,9 @@ class StageRing {
 
 // A kernel. Elements of I that share a scale are 64 (kHalf) or 128; gate-up's K groups are 128 of H always. kFine
 // (gate-up): sums are promoted every 32 of K. kTokens: tokens are M (grouped_tokens.cuh).
-template <Gemm kTheGemm, Quant kTheQuant, bool kTheHalf, int kTheWidth, bool kTheFine = false, bool kTheTokens = false>
+// kClusters: of two CTAs, which load a pair of units once where their tasks have the same.
+template <Gemm kTheGemm, Quant kTheQuant, bool kTheHalf, int kTheWidth, bool kTheFine = false, bool kTheTokens = false,
+          bool kTheClusters = false>
 struct Traits {
   static constexpr Gemm kGemm = kTheGemm;
   static constexpr Quant kQuant = kTheQuant;
@@ -111,6 +121,7 @@ struct Traits {
   static constexpr int kWidth = kTheWidth;
   static constexpr bool kFine = kTheFine;
   static constexpr bool kTokens = kTheTokens;
+  static constexpr bool kClusters = kTheClusters;
   using Smem = GemmSmem<kWidth>;
   static constexpr int kStages = Stages<kWidth>::kCount, kStageBytes = Stages<kWidth>::kBytes;
   using Ring = StageRing<kStages>;

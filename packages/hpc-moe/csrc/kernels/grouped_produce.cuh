@@ -37,6 +37,28 @@ __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensor
   }
 }
 
+// The same where both CTAs of the cluster want it: each brings a unit, to both.
+template <class T>
+__device__ __forceinline__ void load_shared_weights(const GemmParams& p, const CUtensorMap* map, int row, int k,
+                                                    uint32_t smem, uint32_t full, uint64_t policy) {
+  const int mine = static_cast<int>(blockIdx.x % 2);
+  smem += mine * kUnitBytes;
+  row += weight_coordinate<T>(p, 0, mine);
+  if constexpr (T::kGemm == Gemm::kDown) {
+    if constexpr (T::kTokens) {
+      tma_load_5d_multicast(smem, map, full, k * 128, 0, 0, 0, row, 3, policy);
+    } else {
+      tma_load_5d_multicast(smem, map, full, k * 128, 0, 0, row, 0, 3, policy);
+    }
+  } else if constexpr (T::kTokens) {
+    tma_load_5d_multicast(smem, map, full, k * 128, 0, 0, 0, row, 3, policy);
+    tma_load_5d_multicast(smem + kUnitBytes / 2, map, full, k * 128, 0, 0, 0, row + p.out_columns / 64, 3, policy);
+  } else {
+    tma_load_4d_multicast(smem, map, full, k * 128, 0, 0, row, 3, policy);
+    tma_load_4d_multicast(smem + kUnitBytes / 2, map, full, k * 128, 0, 0, row + p.out_columns / 16, 3, policy);
+  }
+}
+
 // Asks L2 for the line of an address; whoever writes it later does no harm.
 __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
@@ -57,11 +79,17 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
   const uint64_t policy = p.evict_first ? l2_evict_first() : l2_evict_normal();
   using Tasks = Schedule<T>;
   int prefetched = 0;  // stages whose weights are on their way before the wait
+  const auto load = [&](int row, int units, bool shared, int k, uint32_t stage, uint32_t barrier) {
+    if constexpr (T::kClusters) {
+      if (shared) return load_shared_weights<T>(p, map, row, k, stage, barrier, policy);
+    }
+    load_weights<T>(p, map, row, units, k, stage, barrier, policy);
+  };
   const auto prefetch = [&](const TurnTask& task) {
-    const int row = weight_coordinate<T>(p, task.expert, task.unit);
+    const int row = weight_coordinate<T>(p, task.expert & ~kShared, task.unit);
     for (int k = 0; k < min(kStages, num_k); ++k) {
       mbarrier_expect_tx(full + k * 8, task.units * kUnitBytes);
-      load_weights<T>(p, map, row, task.units, k, stages + k * kStageBytes, full + k * 8, policy);
+      load(row, task.units, task.expert & kShared, k, stages + k * kStageBytes, full + k * 8);
     }
   };
   [[maybe_unused]] TurnTask guess{};
@@ -69,7 +97,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
   [[maybe_unused]] grouped::TileTask early{};
   if constexpr (kGemm == Gemm::kUp) {
     // Where most experts have rows and few of them two tiles, the CTA's first tasks are known without the index.
-    if (p.guess) {
+    if (!T::kClusters && p.guess) {
       const Tasks likely(p, p.experts, 1.0f);
       guess = likely.likely(0);
       if (guess.units > 0) {
@@ -90,7 +118,20 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
   }
   const Tasks schedule(p, p.routing.tile_offsets[p.experts],
                        T::kTensor ? *(kGemm == Gemm::kUp ? p.b_scale : p.act_scale) : 1.0f);
-  TurnTask found = schedule.at(lane, guessed_tile, early);  // of turns `base` + lane
+  // The CTA's task `turn`; in clusters with what the other CTA's makes of it.
+  const auto task_of = [&](int turn, int tile, const grouped::TileTask& known) {
+    TurnTask mine = schedule.at(turn, tile, known);
+    if constexpr (T::kClusters) {
+      const TurnTask other = Tasks(p, schedule.tiles, schedule.scale, static_cast<int>(blockIdx.x ^ 1)).at(turn);
+      if (mine.units == 0 && other.units > 0) {
+        mine = {0, 0.0f, kIdle, 0, 0, 8, 0, 0};
+      } else if (mine.units == 2 && other.units == 2 && mine.expert == other.expert && mine.unit == other.unit) {
+        mine.expert |= kShared;
+      }
+    }
+    return mine;
+  };
+  TurnTask found = task_of(lane, guessed_tile, early);  // of turns `base` + lane
   int base = 0, published = 0;
   typename T::Ring head;
   if constexpr (kGemm == Gemm::kDown) {
@@ -130,11 +171,12 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
   for (int turn = 0;; ++turn) {
     if (turn - base == 31) {  // the last one found only told which rows come next
       base = turn;
-      found = schedule.at(base + lane);
+      found = task_of(base + lane, Tasks::kNoTile, {});
     }
     const int at = turn - base;
     const int width = field(found.width, at), units = field(found.units, at);
-    if (width > 0 && units == 0) {
+    const int flags = T::kClusters ? field(found.expert, at) & (kShared | kIdle) : 0;
+    if (width > 0 && units == 0 && !(flags & kIdle)) {
       slot = slot_of(at + 1);
       continue;
     }
@@ -145,7 +187,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     ++published;
     if (width == 0) break;
     const int tile_row = field(found.row, at), rows = field(found.rows, at);
-    const int expert = field(found.expert, at), unit = field(found.unit, at);
+    const int expert = field(found.expert, at) & ~(kShared | kIdle), unit = field(found.unit, at);
     const int second = T::kTwoTiles ? field(found.second_rows, at) : 0;
     [[maybe_unused]] uint32_t source[kWidth / 16], source2[kWidth / 16];  // where the thread's rows start, in 16 bytes
     int own = tile_row + thread, own2 = 0;  // rows of B that the tiles' rows `thread` read
@@ -187,7 +229,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
         if (thread == 0) mbarrier_arrive_expect_tx(full + head.stage() * 8, row_bytes);  // the task is published
       } else if (thread == 0) {
         mbarrier_arrive_expect_tx(full + head.stage() * 8, units * kUnitBytes + row_bytes);
-        load_weights<T>(p, map, weights, units, k, stage, full + head.stage() * 8, policy);
+        load(weights, units, flags & kShared, k, stage, full + head.stage() * 8);
       }
       if constexpr (kGemm == Gemm::kUp) {
         const uint8_t* from = p.b + k * 128 + chunk * 16;
@@ -239,11 +281,15 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const CUtensorM
     tma_prefetch_map(map);
     for (int i = 0; i < T::kStages; ++i) {
       mbarrier_init(smem_address(&s.full[i]), 1 + kProducers);
-      mbarrier_init(smem_address(&s.empty[i]), kConsumers / 32);
+      mbarrier_init(smem_address(&s.empty[i]), (T::kClusters ? 2 : 1) * kConsumers / 32);
     }
     mbarrier_init_fence();
   }
   __syncthreads();
+  if constexpr (T::kClusters) {  // the other CTA's barriers are there
+    cluster_arrive_relaxed();
+    cluster_wait();
+  }
   if (threadIdx.x >= kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     produce<T>(p, map, b_map, s);
@@ -256,6 +302,11 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const CUtensorM
     } else {
       consume<T, kDirect, Epilogue>(p, s);
     }
+  }
+  if constexpr (T::kClusters) {  // nobody leaves while the other may write here
+    __syncwarp();
+    cluster_arrive_relaxed();
+    cluster_wait();
   }
 }
 

@@ -19,9 +19,10 @@ struct Schedule {
   const GemmParams& p;
   int tiles, whole, split, singles;  // token tiles; tasks of pairs; pairs that are split; tasks of single units
   float scale;                       // per tensor: of B
+  int cta;                           // whose tasks
 
-  __device__ __forceinline__ Schedule(const GemmParams& params, int num_tiles, float b_scale)
-      : p(params), tiles(num_tiles), scale(b_scale) {
+  __device__ __forceinline__ Schedule(const GemmParams& params, int num_tiles, float b_scale, int of_cta = blockIdx.x)
+      : p(params), tiles(num_tiles), scale(b_scale), cta(of_cta) {
     const int pairs = tiles * (p.units / 2), rest = pairs % static_cast<int>(gridDim.x);
     // With an odd number of units only where all tasks are one round.
     const int halves = p.units % 2 == 0 ? 2 * rest : 2 * pairs + tiles;
@@ -32,7 +33,7 @@ struct Schedule {
 
   // Tasks of this CTA.
   __device__ __forceinline__ int count() const {
-    const int rest = whole + singles - static_cast<int>(blockIdx.x);
+    const int rest = whole + singles - cta;
     return rest > 0 ? (rest - 1) / static_cast<int>(gridDim.x) + 1 : 0;
   }
 
@@ -75,7 +76,7 @@ struct Schedule {
   };
 
   __device__ __forceinline__ Spot spot(int turn) const {
-    const int index = blockIdx.x + turn * gridDim.x;
+    const int index = cta + turn * gridDim.x;
     const int single = p.singles_first ? index : index - whole;
     if (single < 0 || single >= singles) return {p.singles_first ? index - singles : index, -1};
     return {whole + single / 2, single};

@@ -66,10 +66,7 @@ __device__ __forceinline__ void multiply_tokens(const GemmParams& p, typename T:
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_fence(part);
-        if (last && b + 1 == kBlocks) {
-          __syncwarp();
-          if (lane == 0) mbarrier_arrive(empty + stage * 8);
-        }
+        if (last && b + 1 == kBlocks) give_back<T>(empty + stage * 8);
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
           acc[b][i] = fmaf(part[i], of[b][i / 2 % 2][i * kKinds / 64], acc[b][i]);
@@ -99,8 +96,8 @@ __device__ __forceinline__ void consume_tokens(const GemmParams& p, typename T::
     const TurnTask& task = s.turns[turn % kTurns];
     if (task.width == 0) break;
     const int rows = task.rows;
-    if (rows == 0) {  // a guess that was wrong
-      skip_stages<T>(s, ring, task.units);
+    if (rows == 0) {  // a guess that was wrong, or a task of the cluster's other CTA alone
+      skip_stages<T>(s, ring, T::kClusters && task.units == 0 ? (p.k_bytes + 127) / 128 : task.units);
       continue;
     }
     const bool two_tiles = T::kTwoTiles && task.second_rows > 0;

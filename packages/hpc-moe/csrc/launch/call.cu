@@ -176,7 +176,8 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   up.swiglu_limit = c.swiglu_limit;
   const bool as_m = tokens_are_m(config.rule);
   if (c.kernels & 2u) {
-    launch_gate_up(c.quant, half, up_map, up, as_m, config.rule.max_rows, config.fine, config.up_grid, stream);
+    launch_gate_up(c.quant, half, up_map, up, as_m, config.up_clusters, config.rule.max_rows, config.fine,
+                   config.up_grid, stream);
   }
 
   GemmParams down{};
@@ -199,7 +200,8 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   down.weight_rows = c.hidden;
   down.top_k = c.top_k;
   if (c.kernels & 4u) {
-    launch_down(c.quant, half, down_map, h_map, down, as_m, config.rule.max_rows, config.down_grid, stream);
+    launch_down(c.quant, half, down_map, h_map, down, as_m, config.down_clusters, config.rule.max_rows,
+                config.down_grid, stream);
   }
 
   if (c.kernels & 8u) launch_reduce(reduce_params(c, begin, tokens, down.out, routing.slot_to_row), num_sms, stream);

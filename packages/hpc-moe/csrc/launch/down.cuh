@@ -10,8 +10,8 @@
 namespace hpc::moe {
 
 template <Quant kQuant, bool kHalf>
-void launch_down_as(const CUtensorMap& map, const CUtensorMap& h_map, const GemmParams& p, bool tokens, int widest,
-                    int grid, cudaStream_t stream) {
+void launch_down_as(const CUtensorMap& map, const CUtensorMap& h_map, const GemmParams& p, bool tokens, bool clusters,
+                    int widest, int grid, cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(grid));
   config.block = dim3(kGemmThreads);
@@ -19,7 +19,21 @@ void launch_down_as(const CUtensorMap& map, const CUtensorMap& h_map, const Gemm
   if constexpr (kQuant == Quant::kBlock) {
     if (tokens) {
       config.smem_bytes = kGemmSmemBytes<kMaxWidth>;
-      launch(&down_tokens_kernel<kHalf>, config, map, h_map, p);
+      config.cluster = clusters ? 2 : 1;
+      clusters ? launch(&down_tokens_kernel<kHalf, true>, config, map, h_map, p)
+               : launch(&down_tokens_kernel<kHalf, false>, config, map, h_map, p);
+      return;
+    }
+  }
+  if constexpr (kQuant == Quant::kTensor) {
+    if (clusters) {
+      config.cluster = 2;
+      config.smem_bytes = kGemmSmemBytes<kMaxWidth>;
+      if (p.k_bytes <= kDirectK) {
+        launch(&down_kernel<kQuant, kHalf, kMaxWidth, true, true>, config, map, h_map, p);
+      } else {
+        launch(&down_kernel<kQuant, kHalf, kMaxWidth, false, true>, config, map, h_map, p);
+      }
       return;
     }
   }

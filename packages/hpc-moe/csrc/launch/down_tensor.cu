@@ -3,6 +3,6 @@
 namespace hpc::moe {
 
 template void launch_down_as<Quant::kTensor, false>(const CUtensorMap&, const CUtensorMap&, const GemmParams&, bool,
-                                                    int, int, cudaStream_t);
+                                                    bool, int, int, cudaStream_t);
 
 }  // namespace hpc::moe

@@ -10,8 +10,8 @@
 namespace hpc::moe {
 
 template <Quant kQuant, bool kHalf>
-void launch_gate_up_as(const CUtensorMap& map, const GemmParams& p, bool tokens, int widest, bool fine, int grid,
-                       cudaStream_t stream) {
+void launch_gate_up_as(const CUtensorMap& map, const GemmParams& p, bool tokens, bool clusters, int widest, bool fine,
+                       int grid, cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(grid));
   config.block = dim3(kGemmThreads);
@@ -19,7 +19,17 @@ void launch_gate_up_as(const CUtensorMap& map, const GemmParams& p, bool tokens,
   if constexpr (kQuant == Quant::kBlock) {
     if (tokens) {
       config.smem_bytes = kGemmSmemBytes<kMaxWidth>;
-      launch(&gate_up_tokens_kernel<kHalf>, config, map, p);
+      config.cluster = clusters ? 2 : 1;
+      clusters ? launch(&gate_up_tokens_kernel<kHalf, true>, config, map, p)
+               : launch(&gate_up_tokens_kernel<kHalf, false>, config, map, p);
+      return;
+    }
+  }
+  if constexpr (kQuant == Quant::kTensor) {
+    if (clusters) {
+      config.cluster = 2;
+      config.smem_bytes = kGemmSmemBytes<kMaxWidth>;
+      launch(&gate_up_kernel<kQuant, kHalf, kMaxWidth, false, true>, config, map, p);
       return;
     }
   }

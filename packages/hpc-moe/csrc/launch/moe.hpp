@@ -13,11 +13,12 @@ void launch_index(Quant quant, const IndexParams& p, const QuantiseParams& q, gr
                   int num_sms, cudaStream_t stream);
 
 // The grouped GEMMs. `half`: I % 128 != 0, so that its scales are per 64. `map`: see weight_map().
-// `tokens`: are M; `widest`: of the token tiles; `fine`: Config's, for which there is one instance.
-void launch_gate_up(Quant quant, bool half, const CUtensorMap& map, const GemmParams& p, bool tokens, int widest,
-                    bool fine, int grid, cudaStream_t stream);
+// `tokens`: are M; `clusters`: of two CTAs; `widest`: of the token tiles; `fine`: Config's, for which there is one
+// instance.
+void launch_gate_up(Quant quant, bool half, const CUtensorMap& map, const GemmParams& p, bool tokens, bool clusters,
+                    int widest, bool fine, int grid, cudaStream_t stream);
 void launch_down(Quant quant, bool half, const CUtensorMap& map, const CUtensorMap& h_map, const GemmParams& p,
-                 bool tokens, int widest, int grid, cudaStream_t stream);
+                 bool tokens, bool clusters, int widest, int grid, cudaStream_t stream);
 
 void launch_reduce(const ReduceParams& p, int num_sms, cudaStream_t stream);
 

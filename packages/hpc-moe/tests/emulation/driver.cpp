@@ -1,7 +1,9 @@
 // Runs gate-up, down and reduction of one small layer in emulation and compares each with double precision, made from
-// what the kernel before it left. Arguments: [fault] then cases "quant,T,k,E,H,I,grid,pick,promoted,widest[,tokens]"
-// (quant: none, block, tensor; pick: random, one (all on the last expert), none; promoted: 1 for the down kernel that
-// promotes; widest: of the token tiles, 32, 64 or 128; tokens: the kernels in which tokens are M). Prints "bad N" a
+// what the kernel before it left. Arguments: [fault] then cases
+// "quant,T,k,E,H,I,grid,pick,promoted,widest[,tokens|,clusters]" (quant: none, block, tensor; pick: random, one (all on
+// the last expert), none; promoted: 1 for the down kernel that promotes; widest: of the token tiles, 32, 64 or 128;
+// tokens: the kernels in which tokens are M; clusters: those of two CTAs, per tensor, or
+// by block with tokens as M). Prints "bad N" a
 // case; exit status 1 where any is not 0, 3 where the emulation found a fault.
 #include <cstdio>
 #include <cstdlib>
@@ -29,7 +31,7 @@ struct Case {
   int tokens, top_k, experts, hidden, inter, grid;
   std::string pick;
   int promoted, widest;
-  bool tokens_are_m = false;
+  bool tokens_are_m = false, clusters = false;
 };
 
 struct Layer {
@@ -136,43 +138,28 @@ struct Layer {
     return p;
   }
 
-  // As launch/weight_map.cu makes them.
-  CUtensorMap map(bool up) const {
-    const uint64_t bytes = static_cast<uint64_t>((up ? c.hidden : c.inter) * element);
-    const uint64_t all = static_cast<uint64_t>(c.experts) * static_cast<uint64_t>(up ? 2 * c.inter : c.hidden);
-    if (c.tokens_are_m) {
-      const EmulatedMap made = up ? EmulatedMap{w13.data(),
-                                                {bytes, 2, 4, 8, all / 64},
-                                                {1, bytes, 16 * bytes, 2 * bytes, 64 * bytes},
-                                                {128, 2, 4, 8, 1}}
-                                  : EmulatedMap{w2.data(),
-                                                {bytes, 2, 4, 4, all / 32},
-                                                {1, bytes, 8 * bytes, 2 * bytes, 32 * bytes},
-                                                {128, 2, 4, 4, 4}};
-      CUtensorMap map;
-      std::memcpy(&map, &made, sizeof(made));
-      return map;
-    }
-    const EmulatedMap made = up ? EmulatedMap{w13.data(),
-                                              {bytes, 8, 2, all / 16, 1},
-                                              {1, 2 * bytes, bytes, 16 * bytes, 0},
-                                              {128, 8, 2, 4, 1}}
-                                : EmulatedMap{w2.data(),
-                                              {bytes, 8, 2, all / 32, 2},
-                                              {1, 4 * bytes, bytes, 32 * bytes, 2 * bytes},
-                                              {128, 8, 2, 4, 2}};
+  static CUtensorMap as_map(const EmulatedMap& made) {
     CUtensorMap map;
     std::memcpy(&map, &made, sizeof(made));
     return map;
   }
 
+  // As launch/weight_map.cu makes them.
+  CUtensorMap map(bool up) const {
+    const uint64_t k = static_cast<uint64_t>((up ? c.hidden : c.inter) * element);
+    const uint64_t all = static_cast<uint64_t>(c.experts) * static_cast<uint64_t>(up ? 2 * c.inter : c.hidden);
+    const uint8_t* w = up ? w13.data() : w2.data();
+    if (c.tokens_are_m) {
+      return up ? as_map({w, {k, 2, 4, 8, all / 64}, {1, k, 16 * k, 2 * k, 64 * k}, {128, 2, 4, 8, 1}})
+                : as_map({w, {k, 2, 4, 4, all / 32}, {1, k, 8 * k, 2 * k, 32 * k}, {128, 2, 4, 4, 4}});
+    }
+    return up ? as_map({w, {k, 8, 2, all / 16, 1}, {1, 2 * k, k, 16 * k, 0}, {128, 8, 2, 4, 1}})
+              : as_map({w, {k, 8, 2, all / 32, 2}, {1, 4 * k, k, 32 * k, 2 * k}, {128, 8, 2, 4, 2}});
+  }
+
   CUtensorMap row_map() const {
-    const auto bytes = static_cast<uint64_t>(c.inter * element);
-    const EmulatedMap made = {
-        h.data(), {bytes, static_cast<uint64_t>(rows), 1, 1, 1}, {1, bytes, 0, 0, 0}, {128, kRowsBox, 1, 1, 1}};
-    CUtensorMap map;
-    std::memcpy(&map, &made, sizeof(made));
-    return map;
+    const auto k = static_cast<uint64_t>(c.inter * element);
+    return as_map({h.data(), {k, static_cast<uint64_t>(rows), 1, 1, 1}, {1, k, 0, 0, 0}, {128, kRowsBox, 1, 1, 1}});
   }
 
   // Product of a row of B and a weight row over K, with its scales.
@@ -305,6 +292,32 @@ struct Layer {
     return bad;
   }
 
+  template <Quant kQuant, bool kHalf>
+  int run_clusters(const CUtensorMap& up_map, const CUtensorMap& down_map, const CUtensorMap& h_map) {
+    const GemmParams up = params(true), down = params(false);
+    const auto gate_up = [&] {
+      if constexpr (kQuant == Quant::kBlock) {
+        gate_up_tokens_kernel<kHalf, true>(up_map, up);
+      } else {
+        gate_up_kernel<kQuant, kHalf, 128, false, true>(up_map, up);
+      }
+    };
+    const auto of_down = [&] {
+      if constexpr (kQuant == Quant::kBlock) {
+        down_tokens_kernel<kHalf, true>(down_map, h_map, down);
+      } else if (c.promoted) {
+        down_kernel<kQuant, kHalf, 128, false, true>(down_map, h_map, down);
+      } else {
+        down_kernel<kQuant, kHalf, 128, true, true>(down_map, h_map, down);
+      }
+    };
+    emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, gate_up, true);
+    int bad = check_h();
+    emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, of_down, true);
+    bad += check_y();
+    return bad + check_out();
+  }
+
   template <Quant kQuant, bool kHalf, int kWidth>
   int run() {
     const CUtensorMap up_map = map(true), down_map = map(false), h_map = row_map();
@@ -312,13 +325,16 @@ struct Layer {
     const GemmParams down = params(false);
     int bad = 0;
     constexpr bool kFp8 = kQuant != Quant::kNone;
+    if constexpr (kQuant != Quant::kNone && kWidth == 128) {
+      if (c.clusters) return run_clusters<kQuant, kHalf>(up_map, down_map, h_map);
+    }
     for (const int way : {0, 1}) {
       up.guess = way == 0 && static_cast<int>(tiles.size()) >= c.experts;
       up.singles_first = way == 0;
       h.assign(h.size(), 0xEE);
       emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] {
         if constexpr (kQuant == Quant::kBlock) {
-          if (c.tokens_are_m) return gate_up_tokens_kernel<kHalf>(up_map, up);
+          if (c.tokens_are_m) return gate_up_tokens_kernel<kHalf, false>(up_map, up);
         }
         way == 0 ? gate_up_kernel<kQuant, kHalf, kWidth, kFp8>(up_map, up)
                  : gate_up_kernel<kQuant, kHalf, kWidth, (kFp8 && kWidth < 128)>(up_map, up);
@@ -330,7 +346,7 @@ struct Layer {
         if (!c.promoted) return down_kernel<kQuant, kHalf, kWidth, true>(down_map, h_map, down);
       }
       if constexpr (kQuant == Quant::kBlock) {
-        if (c.tokens_are_m) return down_tokens_kernel<kHalf>(down_map, h_map, down);
+        if (c.tokens_are_m) return down_tokens_kernel<kHalf, false>(down_map, h_map, down);
       }
       down_kernel<kQuant, kHalf, kWidth, false>(down_map, h_map, down);
     });
@@ -365,7 +381,9 @@ int main(int argc, char** argv) {
     in >> c.quant >> c.tokens >> c.top_k >> c.experts >> c.hidden >> c.inter >> c.grid >> c.pick >> c.promoted >>
         c.widest;
     std::string kernels;
-    c.tokens_are_m = static_cast<bool>(in >> kernels) && kernels == "tokens";
+    in >> kernels;
+    c.clusters = kernels == "clusters";
+    c.tokens_are_m = kernels == "tokens" || (c.clusters && c.quant == "block");
     const int bad = Layer(c).run_any();
     std::printf("%s: bad %d\n", argv[i], bad);
     std::fflush(stdout);

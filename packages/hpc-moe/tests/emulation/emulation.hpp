@@ -1,5 +1,5 @@
 // Emulation of the grouped GEMM kernels on a CPU: their own sources, compiled by the host's C++ compiler with CUDA's
-// headers, a thread of a block as a fiber, blocks one after the other.
+// headers, a thread of a block as a fiber, blocks one after the other, those of a cluster side by side.
 //
 // Copies are asynchronous and arrive in scrambled order, as late as the barriers allow; until then their place holds
 // 0xFF (NaN). A warpgroup's products are computed when it waits for them, from what shared memory then holds: operands
@@ -42,10 +42,11 @@ extern uint8_t raw[];  // the kernels' dynamic shared memory
 
 namespace emulation {
 
-extern int fault;  // number of the planted fault that is on; 0: none
+extern bool clusters;  // whether blocks run in clusters of two
+extern int fault;      // number of the planted fault that is on; 0: none
 
-// Runs `body` once for each thread of each block.
-void run(unsigned grid, int threads, const std::function<void()>& body);
+// Runs `body` once for each thread of each block; `of_two`: in clusters of two blocks.
+void run(unsigned grid, int threads, const std::function<void()>& body, bool of_two = false);
 
 // For the current thread:
 int lane();
@@ -65,6 +66,10 @@ void bulk_copy(uint32_t to, std::vector<uint8_t> contents, uint32_t barrier);  /
 void products(std::function<void()> compute);                                  // wgmma
 void commit_products();
 void wait_for_products(size_t pending);
+void cluster_arrive();
+void cluster_wait();
+void cluster_mbarrier_arrive(uint32_t address, unsigned rank);
+void peer_bulk_copy(uint32_t to, std::vector<uint8_t> contents, uint32_t barrier);
 void predecessor_ended();
 
 }  // namespace emulation

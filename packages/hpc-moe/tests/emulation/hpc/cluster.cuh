@@ -1,19 +1,29 @@
-// For the emulation: clusters of one CTA.
+// Stand-in for hpc/cluster.cuh: clusters of two, where the run has them. A cluster address has the block's number in
+// the upper bits.
 #pragma once
 
 #include "emulation.hpp"
 
 namespace hpc {
 
-inline uint32_t cluster_address(uint32_t shared, int) {
-  return shared;
+inline void cluster_arrive_relaxed() {
+  emulation::cluster_arrive();
+}
+inline void cluster_arrive_release() {
+  emulation::cluster_arrive();
+}
+inline void cluster_wait() {
+  emulation::cluster_wait();
+}
+inline uint32_t cluster_address(uint32_t shared, uint32_t rank) {
+  return emulation::clusters ? shared | rank << 24 : shared;
 }
 inline int32_t load_cluster_s32(uint32_t) {
-  emulation::check(false, "clusters are not emulated");
+  emulation::check(false, "reads from other blocks are not emulated");
   return 0;
 }
-inline void cluster_arrive_release() {}
-inline void cluster_arrive_relaxed() {}
-inline void cluster_wait() {}
+inline void mbarrier_arrive_cluster(uint32_t address) {
+  emulation::cluster_mbarrier_arrive(address & 0xFFFFFF, address >> 24);
+}
 
 }  // namespace hpc

@@ -23,7 +23,8 @@ inline uint64_t l2_evict_normal() {
   return 2;
 }
 
-inline void tma_load(uint32_t smem, const CUtensorMap* map, uint32_t barrier, std::array<int, 5> first) {
+inline void tma_load(uint32_t smem, const CUtensorMap* map, uint32_t barrier, std::array<int, 5> first,
+                     bool both = false) {
   EmulatedMap m;
   std::memcpy(&m, map, sizeof(m));
   std::vector<uint8_t> contents;
@@ -46,6 +47,7 @@ inline void tma_load(uint32_t smem, const CUtensorMap* map, uint32_t barrier, st
     const size_t row = i / 128, chunk = i / 16 % 8;
     swizzled[row * 128 + ((chunk ^ (row & 7)) << 4) + i % 16] = contents[i];
   }
+  if (both) emulation::peer_bulk_copy(smem, swizzled, barrier);
   emulation::bulk_copy(smem, std::move(swizzled), barrier);
 }
 
@@ -59,6 +61,14 @@ inline void tma_load_4d(uint32_t smem, const CUtensorMap* map, uint32_t barrier,
 inline void tma_load_5d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4,
                         uint64_t) {
   tma_load(smem, map, barrier, {c0, c1, c2, c3, c4});
+}
+inline void tma_load_4d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2,
+                                  int c3, uint16_t, uint64_t) {
+  tma_load(smem, map, barrier, {c0, c1, c2, c3, 0}, true);
+}
+inline void tma_load_5d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2,
+                                  int c3, int c4, uint16_t, uint64_t) {
+  tma_load(smem, map, barrier, {c0, c1, c2, c3, c4}, true);
 }
 
 }  // namespace hpc
