@@ -71,6 +71,8 @@ CASES = (
     "block,300,2,3,256,256,4,random,0,128,clusters",
     "block,270,1,2,384,192,2,one,0,128,clusters",
     "block,30,1,2,640,64,2,random,0,128,clusters",
+    # One CTA of a cluster has a task alone.
+    "block,270,1,1,1024,128,2,one,0,128,clusters",
 )
 
 
@@ -148,4 +150,4 @@ def test_a_planted_fault_of_the_routing_is_found(route: pathlib.Path, fault: int
 
 @pytest.mark.parametrize("fault", [number for number in FAULTS if number not in ROUTING])
 def test_a_planted_fault_is_found(program: pathlib.Path, fault: int) -> None:
-    assert run(program, fault, CASES[0], CASES[6], CASES[8], CASES[-9], CASES[-3]).returncode == 1
+    assert run(program, fault, CASES[0], CASES[6], CASES[8], CASES[-10], CASES[-4]).returncode == 1
