@@ -154,7 +154,7 @@ def buffer_sets(
 def peer_candidates(
     op: str, case: str, shape: Shape, tokens: int, quant: str, weights: Weights, device: str
 ) -> list[Candidate]:
-    """Peers of a row that are installed and agree with ours; prints why the others are not there."""
+    """Peers of a row that are installed, run and agree with ours; prints why the others are not there."""
     found, missing = peers.find(op, shape.intermediate, shape.all_experts == shape.experts)
     for reason in missing:
         print(f"  {case}: {reason}", flush=True)
@@ -164,15 +164,17 @@ def peer_candidates(
         sets = list(buffer_sets(shape, tokens, quant, weights, device, bf16))
         made = [lambda s=s, peer=peer: peer(s[0], weights.w13, weights.w2, *s[1:]) for s in sets]
         ours = calls(shape, tokens, quant, weights, device, torch.bfloat16 if bf16 else None)[0]()
+        candidate = Candidate(op, case, name, made)
         try:
             apart = error(made[0](), ours.double().cpu()).relative_rms
-        except (RuntimeError, TypeError, ValueError) as problem:
-            print(f"  {case}: {name}: {type(problem).__name__}: {problem}"[:150], flush=True)
+            measure([candidate], replays=1, rounds=1, device=device)  # that a graph can hold it, too
+        except Exception as problem:  # whatever another library raises, our rows and the other peers' go on
+            print(f"  {case}: {name} failed: {type(problem).__name__}: {problem}"[:150], flush=True)
             continue
         if apart > 0.05:
             print(f"  {case}: {name}: {apart:.3f} from ours, not timed", flush=True)
             continue
-        candidates.append(Candidate(op, case, name, made))
+        candidates.append(candidate)
     return candidates
 
 
@@ -205,7 +207,7 @@ def run(
                     beside.append(Candidate(op, name, "ours, bf16 x", own))
                 if with_peers:
                     beside += peer_candidates(op, name, shape, tokens, quant, weights, device)
-                rows += (latest := measure(beside))
+                rows += (latest := measure(beside, device=device))
                 print(f"{op:11s} {name:23s} " + "  ".join(f"{row.provider} {row.us:.1f}" for row in latest), flush=True)
             del weights
     return rows

@@ -62,12 +62,18 @@ def torch_grouped(
 
 def _sglang() -> Peer:
     """SGLang's Triton kernels with the configuration it picks; bf16 activations in, their quantisation included."""
+    from sglang.srt import distributed
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_moe
     from sglang.srt.layers.moe.topk import StandardTopKOutput
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
     set_global_server_args_for_scheduler(ServerArgs(model_path="none"))
+    if not distributed.model_parallel_is_initialized():  # its kernels ask for their parallel group: this process alone
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        distributed.init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
+        distributed.initialize_model_parallel(backend="gloo")
 
     def call(x: torch.Tensor, w13: Any, w2: Any, ids: torch.Tensor, weights: torch.Tensor, quant: Any) -> torch.Tensor:
         options: dict[str, Any] = {}
