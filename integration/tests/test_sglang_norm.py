@@ -358,7 +358,7 @@ def test_what_may_differ_from_sglangs_quantisation() -> None:
     groups = x.float().view(33, 4, 128)
     largest = groups.abs().amax(2, keepdim=True).clamp_min(1e-10)
     for ulps in (-2, -1, 1, 2):
-        factor = ((448 / largest).view(torch.int32) + ulps).view(torch.float32)
+        factor = ((torch.full_like(largest, 448) / largest).view(torch.int32) + ulps).view(torch.float32)
         theirs = (groups * factor).clamp(-448, 448).to(torch.float8_e4m3fn).view(33, 512)
         assert check_quantised_alike(x, (values, scales), (theirs, largest[..., 0] * (1 / 448))) > 0
     wrong = values.clone()
