@@ -1,21 +1,23 @@
 """One run on a Hopper GPU that says whether the kernels of ``fused_moe`` are right, and then how fast.
 
-    python device_check.py OUT.json [--no-time] [--no-check] [--profile] [--match TEXT]
+    python device_check.py OUT.json [--no-time] [--no-check] [--profile] [--match TEXT] [--seconds S]
 
 Needs hpc_common and hpc_moe on the path, and torch. Each case compares with a float64 computation on the GPU that has
 the operator's quantisation points, repeats the call on dirty workspaces for equal bits, and checks the routing index. A
-case that does not end within 45 s ends the process with a traceback: a hang is a failure with a name. The capability
-table is bypassed: this is how a kernel earns its place in it.
+case that does not end within 45 s ends the process with a traceback: a hang is a failure with a name (--seconds: more,
+for a run under a sanitizer). The capability table is bypassed: this is how a kernel earns its place in it.
 """
 
 import argparse
 import dataclasses
 import faulthandler
+import functools
 import json
 import pathlib
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
 import moe as bench
 import torch
@@ -164,14 +166,14 @@ def check_invariance() -> str:
     return ""
 
 
-def watch(name: str, seconds: int = 45) -> None:
+def watch(name: str, seconds: int) -> None:
     """Start the clock of one case; its name is on the screen before anything can hang."""
     print(f"{name} ...", end=" ", flush=True)
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 
-def run_checks(match: str) -> list[dict[str, object]]:
-    """All cases whose name contains ``match``."""
+def run_checks(match: str, watch: Callable[[str], None]) -> list[dict[str, object]]:
+    """All cases whose name contains ``match``; ``watch`` is called before each."""
     found = []
     for case in [each for each in grid() if match in each.name()]:
         watch(case.name())
@@ -206,24 +208,26 @@ def main() -> int:
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--match", default="", help="only checks and rows that contain this")
+    parser.add_argument("--seconds", type=int, default=45, help="of one case, after which the process ends")
     args = parser.parse_args()
+    watched = functools.partial(watch, seconds=args.seconds)
     device = capability(DEVICE).name
     print(torch.__version__, device, _C.build_info(), flush=True)
     document: dict[str, object] = {"device": device, "build": _C.build_info()}
     path = pathlib.Path(args.json)
     failed = 0
     if not args.no_check:
-        document["checks"] = checks = run_checks(args.match)
+        document["checks"] = checks = run_checks(args.match, watched)
         failed = sum(1 for each in checks if each["wrong"])
         path.write_text(json.dumps(document, indent=1))
     if args.profile:
         try:
-            bench.profile(DEVICE, watch)
+            bench.profile(DEVICE, watched)
             faulthandler.cancel_dump_traceback_later()
         except Exception:  # the profiler may not work on this machine; times below do not need it
             traceback.print_exc()
     if not args.no_time:
-        rows = bench.run(("moe-tensor", "moe-block"), args.match, DEVICE, watch)
+        rows = bench.run(("moe-tensor", "moe-block"), args.match, DEVICE, watched)
         faulthandler.cancel_dump_traceback_later()
         document["rows"] = [dataclasses.asdict(row) for row in rows]
         path.write_text(json.dumps(document, indent=1))
