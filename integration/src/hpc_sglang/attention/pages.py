@@ -5,11 +5,12 @@ page j of a request is its slot of token j * page_size, divided by page_size. On
 tables without a word from the host, so a captured graph makes them again at every replay.
 """
 
+import functools
+
 import torch
 
 _BLOCK = 1024  # table entries that one program of the kernel writes at a time
 _PROGRAMS = 8  # programs a request: a million tokens in pages of 1 are 128 rounds of each
-_kernel = None
 
 
 def paged(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -82,10 +83,8 @@ def _fill_cuda(
     )  # fmt: skip
 
 
+@functools.cache
 def _get_kernel():  # noqa: ANN202, a triton kernel
-    global _kernel
-    if _kernel is None:
-        from ._pages_kernel import fill_pages
+    from ._pages_kernel import fill_pages
 
-        _kernel = fill_pages
-    return _kernel
+    return fill_pages

@@ -5,6 +5,7 @@ kernels. Only a decode step of this package's backend goes this way, so an atten
 (``install``) that goes back to the model's for anything else. On a CPU the same is done with torch.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,6 @@ from ..early import early_start
 
 MODULES = ("Qwen3MoeAttention",)  # of sglang.srt.models; they have apply_qk_norm_rope(qkv, positions, forward_batch)
 _HEADS = 4  # of a program, one a warp
-_kernel = None
 
 
 class Prologue:
@@ -160,10 +160,8 @@ def _launch(
     )  # fmt: skip
 
 
+@functools.cache
 def _get_kernel():  # noqa: ANN202, a triton kernel
-    global _kernel
-    if _kernel is None:
-        from ._prologue_kernel import norm_rotate_store
+    from ._prologue_kernel import norm_rotate_store
 
-        _kernel = norm_rotate_store
-    return _kernel
+    return norm_rotate_store

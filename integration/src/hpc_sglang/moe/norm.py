@@ -5,6 +5,7 @@ one kernel adds, norms and quantises, and lets the next one start: the gate's, w
 module gets a forward of its own (``install``) that goes back to the module's for anything but a few rows in bf16.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,6 @@ LAYERS = ("Qwen3MoeDecoderLayer",)
 LINEAR = "triton_w8a8_block_fp8_linear"  # SGLang's function for projections that reads row-major scales
 MOST_ROWS = 128  # a decode step's; above, launches are a small part of a layer
 GROUP = 128
-_kernel = None
 
 
 class Norm:
@@ -131,10 +131,8 @@ def run(
     )  # fmt: skip
 
 
+@functools.cache
 def _get_kernel():  # noqa: ANN202, a triton kernel
-    global _kernel
-    if _kernel is None:
-        from ._norm_kernel import add_norm_quantise
+    from ._norm_kernel import add_norm_quantise
 
-        _kernel = add_norm_quantise
-    return _kernel
+    return add_norm_quantise
