@@ -1,7 +1,10 @@
 """The real SGLang in this process with the plugin's hooks in place, for tests that need no server."""
 
 import logging
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 from hpc_sglang import plugin
@@ -28,3 +31,17 @@ def hooked(plugged: Record) -> Iterator[Record]:
     plugged.entries.update(entries)
     plugged._said.clear()
     plugged._said.update(said)
+
+
+@pytest.fixture
+def interpreted() -> Callable[[str], None]:
+    """Runs a program that ends by printing "checked", with this folder as its argument, in Triton's interpreter."""
+
+    def run(program: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", program, os.path.dirname(__file__)], capture_output=True, text=True,
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0 and done.stdout.strip() == "checked", done.stderr
+
+    return run

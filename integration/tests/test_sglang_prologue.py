@@ -1,8 +1,6 @@
 """What comes before a layer's decode attention in one kernel: values, and which calls it takes."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,19 +109,15 @@ import test_sglang_prologue as tests
 for shape in tests.SHAPES:
     given = tests.problem(*shape, torch.float16, torch.float16)
     want = tests.expected(given, 0.5, 2.0)
-    tests.prologue._launch(*given, 0.5, 2.0, shape[1], False)
+    tests.prologue.run(*given, 0.5, 2.0, kernel=True)
     tests.check(given, want)
 print("checked")
 """
 
 
-def test_kernel_values_in_tritons_interpreter() -> None:
+def test_kernel_values_in_tritons_interpreter(interpreted: Callable[[str], None]) -> None:
     """In fp16: the interpreter rounds to neither bf16 nor FP8 as a GPU does."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED, os.path.dirname(__file__)], capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.strip() == "checked", done.stderr
+    interpreted(INTERPRETED)
 
 
 class Rope(torch.nn.Module):

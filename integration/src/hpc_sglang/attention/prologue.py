@@ -98,6 +98,8 @@ def run(
     v_cache: torch.Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    *,
+    kernel: bool | None = None,
 ) -> None:
     """Norm and rotate query heads in place, and write normed and rotated keys, and values, into the cache.
 
@@ -107,13 +109,19 @@ def run(
         cos_sin: [positions, D], cosines of the D / 2 angles, then sines; a head's halves are rotated (NeoX).
         positions, slots: [T] integers, rows of cos_sin and of the caches.
         k_cache, v_cache: [slots, Hkv, D], dense slots; qkv's dtype, or FP8 of values divided by k_scale and v_scale.
+        kernel: whether the kernel does it, else torch; default: on a GPU (Triton's interpreter runs it on a CPU).
     """
     tokens, kv_heads, dim = len(qkv), *k_cache.shape[1:]
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
-    if qkv.is_cuda:
-        _launch(
-            qkv, q_weight, k_weight, q_epsilon, k_epsilon, cos_sin, positions, slots, k_cache, v_cache, k_scale,
-            v_scale, q_heads, early_start(qkv.device),
+    if qkv.is_cuda if kernel is None else kernel:
+        if not tokens:
+            return
+        pdl = early_start(qkv.device)
+        _get_kernel()[(tokens, -(-q_heads // _HEADS) - (-kv_heads // _HEADS))](
+            qkv, q_weight, k_weight, cos_sin, positions, slots, k_cache, v_cache, qkv.stride(0), cos_sin.stride(0),
+            k_cache.stride(0), v_cache.stride(0), q_epsilon, k_epsilon, k_scale, v_scale,
+            Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=dim // 2, HEADS=_HEADS, PDL=pdl,
+            num_warps=4, **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
         return
     heads = qkv.view(tokens, -1, dim)
@@ -130,34 +138,6 @@ def run(
     heads[:, :q_heads] = made[0]
     k_cache[slots.long()] = (made[1] / k_scale).to(k_cache.dtype)
     v_cache[slots.long()] = (heads[:, q_heads + kv_heads :] / v_scale).to(v_cache.dtype)
-
-
-def _launch(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    q_epsilon: float,
-    k_epsilon: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k_scale: float,
-    v_scale: float,
-    q_heads: int,
-    pdl: bool,
-) -> None:
-    kv_heads, dim = k_cache.shape[1:]
-    groups = -(-q_heads // _HEADS) - (-kv_heads // _HEADS)
-    if not len(qkv):
-        return
-    _get_kernel()[(len(qkv), groups)](
-        qkv, q_weight, k_weight, cos_sin, positions, slots, k_cache, v_cache, qkv.stride(0), cos_sin.stride(0),
-        k_cache.stride(0), v_cache.stride(0), q_epsilon, k_epsilon, k_scale, v_scale,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=dim // 2, HEADS=_HEADS, PDL=pdl,
-        num_warps=4, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
 
 
 @functools.cache
