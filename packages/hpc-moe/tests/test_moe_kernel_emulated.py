@@ -71,6 +71,8 @@ CASES = (
     "block,300,2,3,256,256,4,random,0,128,clusters",
     "block,270,1,2,384,192,2,one,0,128,clusters",
     "block,30,1,2,640,64,2,random,0,128,clusters",
+    "tensor,270,1,2,384,192,2,one,0,128,even",
+    "tensor,300,2,3,256,256,4,random,0,128,even",
     # One CTA of a cluster has a task alone.
     "block,270,1,1,1024,128,2,one,0,128,clusters",
 )

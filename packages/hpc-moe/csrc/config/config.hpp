@@ -30,9 +30,9 @@ constexpr int32_t kLowFewX = 16 << 10, kLowFewH = 8 << 10;  // elements of x, an
 constexpr int64_t kLowMaxTokens = 128;                      // of the low regime, and
 constexpr int32_t kLowMaxPairs = 1024;  // (token, slot) pairs of the low regime: every CTA routes them itself
 
-// Token tiles of the grouped GEMMs. Pairs would share weights by multicast; without it, fewer and wider tiles are
-// faster. Where experts have few rows, tiles are at most 32 or 64 rows: shared memory then holds more stages of
-// weights.
+// Token tiles of the grouped GEMMs. Where experts have few rows, tiles are at most 32 or 64 rows: shared memory then
+// holds more stages of weights. Where they have several tiles, two neighbours share weights: per tensor, of an average
+// of 3, 5, ... tiles one more is made; with even averages, fewer and wider tiles are faster.
 constexpr grouped::TileRule kTileRule = {128, 8, 0};
 // By block, wide tiles are M (tokens_are_m()): then a scale of a row of x serves all of a thread's sums.
 constexpr grouped::TileRule kTokenTileRule = {128, 64, 0};
@@ -172,6 +172,11 @@ inline int64_t low_pairs(const Problem& p) {
   return p.batch_invariant ? 0 : (most < kLowMaxPairs ? most : kLowMaxPairs);
 }
 
+// Tiles of kTileRule that an expert has on average, of `rows` rows over all ranks.
+inline int64_t average_tiles(const Problem& p, int64_t rows) {
+  return (rows + kTileRule.max_rows * p.num_experts - 1) / (kTileRule.max_rows * static_cast<int64_t>(p.num_experts));
+}
+
 // Whether the low regime's kernels are used on a GPU (num_sms > 0). They multiply FP8 alone: bf16 weights take kMid.
 constexpr bool kLowOnGpu = true;
 
@@ -182,6 +187,8 @@ inline grouped::TileRule tile_rule(const Problem& p, int64_t rows, bool fine) {
   if (p.quant == Quant::kBlock && !fine && rows > kRowsFor64 * p.num_experts) return kTokenTileRule;
   if (rows <= kRowsFor64 * p.num_experts) rule.max_rows = 64;
   if (rows <= kRowsFor32 * p.num_experts) rule.max_rows = 32;
+  const int64_t tiles = average_tiles(p, rows);
+  rule.even = p.quant == Quant::kTensor && !fine && tiles > 1 && tiles % 2 == 1;
   return rule;
 }
 
@@ -229,9 +236,9 @@ inline Config make_config(const Problem& p) {
   c.down_grid = detail::grid(p.num_sms, down_tasks);
   // Where experts have several tiles, in clusters of two CTAs. With one pair of units (I of 192) neighbouring tasks are
   // neighbouring tiles: of an odd number of tiles many would have nothing in common, and only wait for each other.
-  const int64_t tiles = detail::ceil_div(c.chunk_rows, 128 * static_cast<int64_t>(p.num_experts));
   const bool share = c.regime == Regime::kLarge && p.quant != Quant::kNone && !c.fine;
-  c.up_clusters = share && c.up_grid > 1 && (p.intermediate / 128 > 1 || tiles % 2 == 0);
+  const bool even = c.rule.even || average_tiles(p, c.chunk_rows) % 2 == 0;
+  c.up_clusters = share && c.up_grid > 1 && (p.intermediate / 128 > 1 || even);
   c.down_clusters = share && c.down_grid > 1;
   if (c.up_clusters) c.up_grid &= ~1;
   if (c.down_clusters) c.down_grid &= ~1;
@@ -244,13 +251,16 @@ inline Config make_config(const Problem& p) {
 
 // Bytes that a call of any number of tokens up to p.tokens finds enough. Within a regime and a tile rule the size grows
 // with the chunk; the largest low call may need more than the smallest mid one (a bf16 activation), the last of narrow
-// tiles more than the first of wider ones, and chunks end at kChunkTokens.
+// tiles more than the first of wider ones, that of an odd number of tiles more than the next, and chunks end at
+// kChunkTokens.
 inline int64_t max_workspace_bytes(const Problem& p) {
   Problem at = p;
   const int64_t largest = p.tokens < kChunkTokens ? p.tokens : kChunkTokens;
   int64_t bytes = make_config(p).layout.bytes;
-  for (const int64_t tokens :
-       {largest, low_pairs(p) / p.top_k, kRowsFor32 * p.num_experts / p.top_k, kRowsFor64 * p.num_experts / p.top_k}) {
+  const int64_t tile = kTileRule.max_rows * static_cast<int64_t>(p.num_experts);  // a tile an expert
+  const int64_t tiles = largest * p.top_k / tile, odd = tiles % 2 == 1 ? tiles : tiles - 1;
+  for (const int64_t tokens : {largest, low_pairs(p) / p.top_k, kRowsFor32 * p.num_experts / p.top_k,
+                               kRowsFor64 * p.num_experts / p.top_k, odd > 0 ? odd * tile / p.top_k : 0}) {
     at.tokens = tokens < largest ? tokens : largest;
     for (const int32_t num_sms : {0, 1}) {  // a CPU's and a GPU's regimes may differ
       at.num_sms = num_sms;

@@ -69,25 +69,49 @@ struct Operands {
   int rows, weights;  // scales: first of B's, first of the weights'
 };
 
-// Gives a stage back, a warp: to this CTA's producers, or to those of both of the cluster.
+// Where a lane gives stage 0 back: `empty` of this CTA, or of the cluster's CTA `lane`.
 template <class T>
-__device__ __forceinline__ void give_back(uint32_t empty) {
+__device__ __forceinline__ uint32_t back_address(uint32_t empty) {
+  if constexpr (T::kClusters) return cluster_address(empty, threadIdx.x % 2);
+  return empty;
+}
+
+// Gives a stage back, a warp: to this CTA's producers, or to those of both of the cluster. `back`: back_address() of
+// the stage.
+template <class T>
+__device__ __forceinline__ void give_back(uint32_t back) {
   __syncwarp();
   const uint32_t lane = threadIdx.x % 32;
   if constexpr (T::kClusters) {
-    if (lane < 2) mbarrier_arrive_cluster(cluster_address(empty, lane));
+    if (lane < 2) mbarrier_arrive_cluster(back);
   } else {
-    if (lane == 0) mbarrier_arrive(empty);
+    if (lane == 0) mbarrier_arrive(back);
   }
+}
+
+// Waits for the ring's stage. Rows of x were written by the generic proxy, wgmma reads by the asynchronous one.
+template <class T>
+__device__ __forceinline__ void arrived(uint32_t full, const typename T::Ring& ring) {
+  mbarrier_wait(full + ring.stage() * 8, ring.phase());
+  if constexpr (T::kGemm == Gemm::kUp) fence_proxy_async();
+}
+
+// The same where the stage is there already; else false, without waiting.
+template <class T>
+__device__ __forceinline__ bool has_arrived(uint32_t full, const typename T::Ring& ring) {
+  if (!mbarrier_test(full + ring.stage() * 8, ring.phase())) return false;
+  if constexpr (T::kGemm == Gemm::kUp) fence_proxy_async();
+  return true;
 }
 
 // Keeps the barriers of stages in which the warpgroup has nothing to multiply.
 template <class T>
 __device__ __forceinline__ void skip_stages(typename T::Smem& s, typename T::Ring& ring, int count) {
+  const uint32_t back = back_address<T>(smem_address(s.empty));
 #pragma unroll 1
   for (; count > 0; --count) {
     mbarrier_wait(smem_address(s.full) + ring.stage() * 8, ring.phase());
-    give_back<T>(smem_address(s.empty) + ring.stage() * 8);
+    give_back<T>(back + ring.stage() * 8);
     ring.advance();
   }
 }
@@ -100,28 +124,19 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
   constexpr uint32_t kTile = kUnitBytes / 2 >> 4;  // from an m64 tile to the next
   const int lane = threadIdx.x % 32;
   const int num_k = (p.k_bytes + 127) / 128;
-  const uint32_t full = smem_address(s.full), empty = smem_address(s.empty);
+  const uint32_t full = smem_address(s.full), back = back_address<T>(smem_address(s.empty));
   const uint32_t stages = smem_address(s.stage) >> 4;
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
-  // Waits for the ring's stage; returns its address. Rows of x were written by the generic proxy, wgmma reads by the
-  // asynchronous one.
-  const auto wait = [&] {
-    mbarrier_wait(full + ring.stage() * 8, ring.phase());
-    if constexpr (T::kGemm == Gemm::kUp) fence_proxy_async();
-    return stages + uniform(ring.stage() * (T::kStageBytes >> 4));
-  };
-  const auto release = [&] {
-    give_back<T>(empty + ring.stage() * 8);
-    ring.advance();
-  };
+  const auto base_of = [&](uint32_t stage) { return stages + uniform(stage * (T::kStageBytes >> 4)); };
 
   if constexpr (kDirect || kQuant == Quant::kNone) {
     constexpr WgmmaType kType = kQuant == Quant::kNone ? WgmmaType::kBf16 : WgmmaType::kE4m3;
     // A stage is given back while the next is multiplied.
     uint32_t before = 0;  // the stage whose products may still be on their way
     const auto run = [&]<int kCount>(bool first) {
-      const uint32_t base = wait(), last = before;
+      arrived<T>(full, ring);
+      const uint32_t base = base_of(ring.stage()), last = before;
       wgmma_arrive();
       multiply<kType, kCount, true, N>(acc[0], base + at.a, base + at.b);
       multiply<kType, kCount, true, N>(acc[1], base + at.a + kTile, base + at.b);
@@ -130,7 +145,7 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
       ring.advance();
       if (first) return;
       wgmma_wait<1>();
-      give_back<T>(empty + last * 8);
+      give_back<T>(back + last * 8);
     };
     wgmma_fence(acc[0]);
     wgmma_fence(acc[1]);
@@ -141,15 +156,22 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
     wgmma_wait<0>();
     wgmma_fence(acc[0]);
     wgmma_fence(acc[1]);
-    give_back<T>(empty + before * 8);
+    give_back<T>(back + before * 8);
   } else {
     constexpr int kSteps = T::kFine ? 1 : 4 / T::kGroups;
+    bool ready = false;  // the stage has been waited for
 #pragma unroll 1
     for (int k = 0; k < num_k; ++k) {
-      const uint32_t base = wait(), a = base + at.a, b = base + at.b;
-      const float* scale = s.scale[ring.stage()];
+      if (!ready) arrived<T>(full, ring);
+      const uint32_t stage = ring.stage(), base = base_of(stage), a = base + at.a, b = base + at.b;
+      const float* scale = s.scale[stage];
+      ring.advance();
+      // Looks for the next stage while the last products of this one are on their way.
+      const auto look = [&](bool last) {
+        if (last) ready = k + 1 < num_k && has_arrived<T>(full, ring);
+      };
       // One scale group from step `from` on.
-      const auto run = [&](int from, int g) {
+      const auto run = [&](int from, int g, bool last) {
         const float* rows = scale + at.rows + g * T::kWidth + 4 * (lane % 4);
         const auto weight = [&](int m) { return T::kBlock ? scale[2 * T::kWidth + g * 4 + at.weights + m] : 1.0f; };
         if constexpr (T::kFine && N <= kBothFine) {  // all of the stage, two products on their way
@@ -164,6 +186,7 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
           issue(1);
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
+            look(last && i == 6);
             i < 7 ? wgmma_wait<1>() : wgmma_wait<0>();
             wgmma_fence(part[i % 2]);
             promote<T::kBlock, N>(acc[i % 2], part[i % 2], weight(i % 2), rows);
@@ -180,6 +203,7 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
           wgmma_arrive();
           multiply<WgmmaType::kE4m3, kSteps, false, N>(second, a + kTile + 2 * from, b + 2 * from);
           wgmma_commit();
+          look(last);
           wgmma_wait<1>();
           wgmma_fence(first);
           promote<T::kBlock, N>(acc[0], first, weight(0), rows);
@@ -194,21 +218,24 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
             wgmma_arrive();
             multiply<WgmmaType::kE4m3, kSteps, false, N>(part, a + m * kTile + 2 * from, b + 2 * from);
             wgmma_commit();
+            look(last && m == 1);
             wgmma_wait<0>();
             wgmma_fence(part);
             promote<T::kBlock, N>(acc[m], part, weight(m), rows);
           }
         }
       };
-      run(0, 0);
+      const bool second = T::kGroups == 2 && (k + 1) * 128 <= p.k_bytes;
       if constexpr (T::kFine && N > kBothFine) {
 #pragma unroll 1
-        for (int step = 1; step < 4; ++step) run(step, 0);
+        for (int step = 0; step < 4; ++step) run(step, 0, step == 3);
+      } else {
+        run(0, 0, !second);
       }
       if constexpr (T::kGroups == 2) {
-        if ((k + 1) * 128 <= p.k_bytes) run(2, 1);
+        if (second) run(2, 1, true);
       }
-      release();
+      give_back<T>(back + stage * 8);
     }
   }
 }

@@ -276,7 +276,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
 template <class T, bool kDirect, class Epilogue>
 __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const CUtensorMap* b_map, const GemmParams& p) {
   extern __shared__ uint8_t raw[];
-  auto& s = *reinterpret_cast<typename T::Smem*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+  auto& s = *reinterpret_cast<typename T::Smem*>(raw + (-smem_address(raw) & 1023));  // known to be shared
   if (threadIdx.x == 0) {
     tma_prefetch_map(map);
     for (int i = 0; i < T::kStages; ++i) {
@@ -291,10 +291,10 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const CUtensorM
     cluster_wait();
   }
   if (threadIdx.x >= kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
     produce<T>(p, map, b_map, s);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
     pdl_wait();  // nothing may be stored before
     pdl_trigger();
     if constexpr (T::kTokens) {

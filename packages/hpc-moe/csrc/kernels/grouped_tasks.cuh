@@ -16,6 +16,8 @@ template <class T>
 struct Schedule {
   static constexpr Gemm kGemm = T::kGemm;
   static constexpr int kNoTile = -1;
+  // Where units must stay together and tokens are M, a pair is split into halves of the tile's rows.
+  static constexpr bool kRowHalves = T::kPairsOnly && T::kTokens;
   const GemmParams& p;
   int tiles, whole, split, singles;  // token tiles; tasks of pairs; pairs that are split; tasks of single units
   float scale;                       // per tensor: of B
@@ -26,7 +28,7 @@ struct Schedule {
     const int pairs = tiles * (p.units / 2), rest = pairs % static_cast<int>(gridDim.x);
     // With an odd number of units only where all tasks are one round.
     const int halves = p.units % 2 == 0 ? 2 * rest : 2 * pairs + tiles;
-    split = !T::kPairsOnly && halves <= static_cast<int>(gridDim.x) ? rest : 0;
+    split = (!T::kPairsOnly || kRowHalves) && halves <= static_cast<int>(gridDim.x) ? rest : 0;
     whole = pairs - split;
     singles = 2 * split + p.units % 2 * tiles;
   }
@@ -42,7 +44,7 @@ struct Schedule {
     if (turn >= count()) return {};
     const Spot at = spot(turn);
     const int tile = tile_index(at);
-    return task({tile, 0, 1, 8}, unit_if_alone(at, tile), at.single < 0 ? 2 : 1, 0);
+    return task({tile, 0, 1, 8}, unit_if_alone(at, tile), at.single < 0 || kRowHalves ? 2 : 1, 0);
   }
   __device__ __forceinline__ int likely_tile(int turn) const {
     return turn < count() ? tile_index(spot(turn)) : kNoTile;
@@ -57,7 +59,8 @@ struct Schedule {
     // An expert with several tiles has wide ones.
     const bool alone = tile.width <= T::kWidth / 2;
     const bool last = at.single >= 2 * split;
-    const int units = at.single < 0 ? 2 : 1;
+    const int units = at.single < 0 || kRowHalves ? 2 : 1;
+    if (kRowHalves && at.single >= 0) return half(at, mine, tile);
     if (alone) return task(tile, unit_if_alone(at, mine), units, 0);
     if (last && !T::kTwoTiles) return task(tile, p.units - 1, 1, 0);
     const int first = p.routing.tile_offsets[tile.expert], own = p.routing.tile_offsets[tile.expert + 1] - first;
@@ -71,6 +74,20 @@ struct Schedule {
   }
 
  private:
+  struct Spot;
+
+  // Rows 0 to 63 of a split pair's tile, or those after them, if there are any.
+  __device__ __forceinline__ TurnTask half(const Spot& at, int mine, grouped::TileTask tile) const {
+    const int first = p.routing.tile_offsets[tile.expert], own = p.routing.tile_offsets[tile.expert + 1] - first;
+    const int local = at.pair - first * (p.units / 2), unit = local / own;
+    if (own > 1) tile = p.routing.tiles[first + local - unit * own];
+    const int rows = tile.rows;
+    tile.rows = at.single % 2 ? rows - 64 : min(rows, 64);
+    if (at.single % 2) tile.row += 64;
+    if (tile.rows <= 0) return {0, 0.0f, 0, 0, 0, 8, 0, 0};
+    return task(tile, 2 * unit, 2, 0);
+  }
+
   struct Spot {
     int pair, single;  // single < 0: the whole pair; at least 2 * split: the last unit of a tile
   };
@@ -94,7 +111,7 @@ struct Schedule {
   // First unit of the task, where its expert has but this tile.
   __device__ __forceinline__ int unit_if_alone(const Spot& at, int tile) const {
     if (at.single >= 2 * split) return p.units - 1;
-    return 2 * (at.pair - tile * (p.units / 2)) + (at.single < 0 ? 0 : at.single % 2);
+    return 2 * (at.pair - tile * (p.units / 2)) + (at.single < 0 || kRowHalves ? 0 : at.single % 2);
   }
 
   __device__ __forceinline__ TurnTask task(const grouped::TileTask& tile, int unit, int units, int second) const {

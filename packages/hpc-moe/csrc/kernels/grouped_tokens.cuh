@@ -28,7 +28,7 @@ __device__ __forceinline__ void multiply_tokens(const GemmParams& p, typename T:
   constexpr int kSteps = 4 / T::kGroups;
   constexpr int kKinds = T::kGemm == Gemm::kUp ? 2 : 1;  // of weight rows of a unit, by scale: gate and up
   const int lane = threadIdx.x % 32, num_k = (p.k_bytes + 127) / 128;
-  const uint32_t full = smem_address(s.full), empty = smem_address(s.empty);
+  const uint32_t full = smem_address(s.full), back = back_address<T>(smem_address(s.empty));
   const uint32_t stages = smem_address(s.stage) >> 4;
   int place[kBlocks];  // of the scale of the thread's first row; its second row's is 2 further
 #pragma unroll
@@ -37,14 +37,15 @@ __device__ __forceinline__ void multiply_tokens(const GemmParams& p, typename T:
 #pragma unroll
     for (int i = 0; i < 64; ++i) acc[b][i] = 0.0f;
   }
+  bool ready = false;  // the stage has been waited for
 #pragma unroll 1
   for (int k = 0; k < num_k; ++k) {
     const uint32_t stage = ring.stage();
-    mbarrier_wait(full + stage * 8, ring.phase());
-    if constexpr (T::kGemm == Gemm::kUp) fence_proxy_async();  // the generic proxy wrote rows of x
+    if (!ready) arrived<T>(full, ring);
     const uint32_t base = stages + uniform(stage * (T::kStageBytes >> 4));
     const float* scale = s.scale[stage];
-    // Scale group g; gives the stage back where it is its last.
+    ring.advance();
+    // Scale group g; gives the stage back where it is its last, and looks for the next while products are on their way.
     const auto run = [&](int g, bool last) {
       float of[kBlocks][2][kKinds];  // by the thread's row
 #pragma unroll
@@ -64,9 +65,10 @@ __device__ __forceinline__ void multiply_tokens(const GemmParams& p, typename T:
         multiply<WgmmaType::kE4m3, kSteps, false, 128>(part, base + at.a[b] + 2 * kSteps * g,
                                                        base + at.b[b] + 2 * kSteps * g);
         wgmma_commit();
+        if (last && b + 1 == kBlocks) ready = k + 1 < num_k && has_arrived<T>(full, ring);
         wgmma_wait<0>();
         wgmma_fence(part);
-        if (last && b + 1 == kBlocks) give_back<T>(empty + stage * 8);
+        if (last && b + 1 == kBlocks) give_back<T>(back + stage * 8);
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
           acc[b][i] = fmaf(part[i], of[b][i / 2 % 2][i * kKinds / 64], acc[b][i]);
@@ -78,7 +80,6 @@ __device__ __forceinline__ void multiply_tokens(const GemmParams& p, typename T:
     if constexpr (T::kGroups == 2) {
       if (second) run(1, true);
     }
-    ring.advance();
   }
 }
 

@@ -1,10 +1,10 @@
 // Runs gate-up, down and reduction of one small layer in emulation and compares each with double precision, made from
 // what the kernel before it left. Arguments: [fault] then cases
-// "quant,T,k,E,H,I,grid,pick,promoted,widest[,tokens|,clusters]" (quant: none, block, tensor; pick: random, one (all on
-// the last expert), none; promoted: 1 for the down kernel that promotes; widest: of the token tiles, 32, 64 or 128;
-// tokens: the kernels in which tokens are M; clusters: those of two CTAs, per tensor, or
-// by block with tokens as M). Prints "bad N" a
-// case; exit status 1 where any is not 0, 3 where the emulation found a fault.
+// "quant,T,k,E,H,I,grid,pick,promoted,widest[,tokens|,clusters|,even]" (quant: none, block, tensor; pick: random, one
+// (all on the last expert), none; promoted: 1 for the down kernel that promotes; widest: of the token tiles, 32, 64 or
+// 128; tokens: the kernels in which tokens are M; clusters: those of two CTAs, per tensor, or by block with tokens as
+// M; even: those and an even number of tiles). Prints "bad N" a case; exit status 1 where any is not 0, 3 where the
+// emulation found a fault.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -31,7 +31,7 @@ struct Case {
   int tokens, top_k, experts, hidden, inter, grid;
   std::string pick;
   int promoted, widest;
-  bool tokens_are_m = false, clusters = false;
+  bool tokens_are_m = false, clusters = false, even = false;
 };
 
 struct Layer {
@@ -93,7 +93,7 @@ struct Layer {
       if (c.pick == "one") id = c.experts - 1;
     }
     const hpc::grouped::TileRule rule =
-        c.tokens_are_m ? kTokenTileRule : hpc::grouped::TileRule{c.widest, kTileRule.granule, kTileRule.even};
+        c.tokens_are_m ? kTokenTileRule : hpc::grouped::TileRule{c.widest, kTileRule.granule, c.even};
     offsets.resize(size(c.experts + 1));
     row_to_slot.resize(size(rows));
     slot_to_row.resize(size(rows));
@@ -382,7 +382,8 @@ int main(int argc, char** argv) {
         c.widest;
     std::string kernels;
     in >> kernels;
-    c.clusters = kernels == "clusters";
+    c.even = kernels == "even";
+    c.clusters = c.even || kernels == "clusters";
     c.tokens_are_m = kernels == "tokens" || (c.clusters && c.quant == "block");
     const int bad = Layer(c).run_any();
     std::printf("%s: bad %d\n", argv[i], bad);

@@ -24,6 +24,9 @@ inline void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   while (!emulation::mbarrier_done(barrier, parity)) emulation::yield();
 }
+inline bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+  return emulation::mbarrier_done(barrier, parity);
+}
 inline void fence_proxy_async() {}
 inline void named_barrier_sync(int id, int threads) {
   emulation::barrier_sync(id, threads);
