@@ -25,6 +25,18 @@ struct WgmmaBlocks {
   __device__ __forceinline__ uint64_t at(uint32_t bytes) const { return (uint64_t{high} << 32) | (low + bytes / 16); }
 };
 
+// Descriptors are taken from uniform registers: made of warp_uniform() numbers they are there from the start, else each
+// instruction waits for moves. Where the compiler can tell that a number is a constant of the kernel it drops that and
+// keeps ordinary registers all the same, so lane_zero(), which it takes for a number of the lane, is added to it.
+__device__ __forceinline__ uint32_t warp_uniform(uint32_t value) {
+  return __shfl_sync(~0u, value, 0);
+}
+__device__ __forceinline__ uint32_t lane_zero() {
+  uint32_t lanes_before;
+  asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(lanes_before));
+  return lanes_before >> 31;
+}
+
 // Keeps the compiler from moving accesses to accumulators across this point.
 template <int kTiles>
 __device__ __forceinline__ void wgmma_registers(float (&d)[kTiles][4]) {

@@ -401,10 +401,15 @@ class DecodeWorker {
     const int32_t place = piece_.place(worker_), part = warp_ % kShare;
     const uint32_t at = base_ + kSmem.merge + buffer * kMergeBytes + place * (kOutTiles * kTilePitch) +
                         part * (Attention::kOutTiles * kTilePitch) + lane_ * 16;
+    // Of a team's sums a copy is stored: as operands of this store ptxas would keep them elsewhere than wgmma has them,
+    // and move all of them before and behind each slice.
+    const float one = kTeams ? __uint_as_float(0x3f800000u | lane_zero()) : 1.0f;
 #pragma unroll
     for (int m = 0; m < Attention::kOutTiles; ++m) {
-      sts128(at + m * kTilePitch, make_uint4(__float_as_uint(own_.out_[m][n][0]), __float_as_uint(own_.out_[m][n][1]),
-                                             __float_as_uint(own_.out_[m][n][2]), __float_as_uint(own_.out_[m][n][3])));
+      uint32_t o[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[i] = __float_as_uint(own_.out_[m][n][i] * one);
+      sts128(at + m * kTilePitch, make_uint4(o[0], o[1], o[2], o[3]));
     }
     if (g_ == 0) {
       sts128(base_ + kSmem.pairs + ((buffer * kDecodeWarps + place * kShare + part) * 4 + t_) * 16,

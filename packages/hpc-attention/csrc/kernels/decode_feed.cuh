@@ -227,8 +227,8 @@ struct SliceLayout {
 
   // Where a lane's 16 bytes of instruction i go: fill_of(at, i), `at` being fill_from(lane) plus the beginning of the
   // keys or the values, a multiple of 128 bytes. So an instruction's place costs no arithmetic of its own.
-  static __device__ __forceinline__ uint32_t fill_from(bool values, int32_t lane) {
-    const int32_t own = lane / kLanes;  // row of the instruction: row = i * kRows + own, the sum never carries
+  static __device__ __forceinline__ uint32_t fill_from(bool values, uint32_t lane) {
+    const uint32_t own = lane / kLanes;  // row of the instruction: row = i * kRows + own, the sum never carries
     return (lane * 16) ^ 16 * (values ? 2 * (own / 2 % 4) : (kRowBytes > 64 ? 4 * (own % 2) : 0));
   }
   static __device__ __forceinline__ uint32_t fill_of(bool values, uint32_t from, int i) {
@@ -421,7 +421,7 @@ class Feed {
   // A slice that lies in one page.
   __device__ __forceinline__ void push_page(const Ring& ring) {
     const Slice slice = slice_at(token_);
-    const int32_t lane = fresh_lane();
+    const uint32_t lane = fresh_lane();
     const uint32_t shared = ring.at() + own_ * Layout::kRowBytes;
     if (token_ >= low_ && token_ + kOwn <= limit()) {
       copy_page(shared, slice.k, slice.v, lane);
@@ -443,14 +443,14 @@ class Feed {
 
   // The current slice, which begins with `token`.
   __device__ __forceinline__ Slice slice_at(int32_t token) const {
-    const int32_t lane = fresh_lane();
+    const uint32_t lane = fresh_lane();
     const uint32_t page = __shfl_sync(kAllLanes, ids_[0], index_);
     const uint32_t inside = (static_cast<uint32_t>(token) & ((1u << p_.page_shift) - 1)) + lane / Layout::kLanes;
     return {address(p_.k, page, inside, lane), address(p_.v, page, inside, lane)};
   }
 
   // Copies a slice all of whose tokens are seen. k, v: where this lane's first rows lie.
-  __device__ __forceinline__ void copy_page(uint32_t shared, const char* k, const char* v, int32_t lane) const {
+  __device__ __forceinline__ void copy_page(uint32_t shared, const char* k, const char* v, uint32_t lane) const {
     const uint32_t keys = shared + Layout::fill_from(false, lane);
     const uint32_t values = shared + Layout::kValuesAt + Layout::fill_from(true, lane);
 #pragma unroll
@@ -466,7 +466,7 @@ class Feed {
   }
 
   __device__ __forceinline__ const char* address(const CacheView& cache, uint32_t page, uint32_t inside,
-                                                 int32_t lane) const {
+                                                 uint32_t lane) const {
     const uint64_t units = static_cast<uint64_t>(page) * cache.page_stride +
                            static_cast<uint64_t>(inside) * cache.token_stride +
                            static_cast<uint64_t>(kv_head_) * cache.head_stride + lane % Layout::kLanes;
@@ -476,7 +476,7 @@ class Feed {
   // A slice of several pages.
   template <bool kValues>
   __device__ __forceinline__ void push_rows(const CacheView& cache, uint32_t shared) {
-    const int32_t lane = fresh_lane(), own = lane / Layout::kLanes;
+    const uint32_t lane = fresh_lane(), own = lane / Layout::kLanes;
     const uint32_t from = shared + Layout::fill_from(kValues, lane);
 #pragma unroll
     for (int i = 0; i < kFills; ++i) {
@@ -559,8 +559,8 @@ class Feed {
   }
 
   // The lane's number in a form that keeps what follows from it out of the registers that live through the loop.
-  __device__ __forceinline__ int32_t fresh_lane() const {
-    int32_t lane = lane_;
+  __device__ __forceinline__ uint32_t fresh_lane() const {
+    uint32_t lane = lane_;
     asm volatile("" : "+r"(lane));
     return lane;
   }

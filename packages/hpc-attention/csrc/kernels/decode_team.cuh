@@ -38,7 +38,7 @@ struct TeamAttention {
         t_(lane & 3),
         part_(warp % kDecodeTeamWarps),
         team_(warp / kDecodeTeamWarps),
-        base_(base),
+        base_(base + lane_zero()),
         scales_(base + kSmem.scales + warp * (kStages * kOwn * 4)) {
     for (int i = 0; i < 2 * kRowTiles; ++i) {
       const int32_t row = first_row + kRowTile * (i >> 1) + 2 * t_ + (i & 1);
@@ -68,25 +68,38 @@ struct TeamAttention {
     float scores[kBlocks][kRowTiles][4];
     cp_async_wait<kStages - 1>();
     __syncwarp();
-    score(ring, scores);
+    float factors[kRowTiles][2];  // of the scores, as long as these are not multiplied by them
+    const auto read_factors = [&] {
 #pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-      const float2 factor = row_factors(n);
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scores[b][n][i] *= (i & 1) == 0 ? factor.x : factor.y;
+      for (int n = 0; n < kRowTiles; ++n) {
+        const float2 factor = row_factors(n);
+        factors[n][0] = factor.x, factors[n][1] = factor.y;
       }
+    };
+    if (kFp8) read_factors();  // (bf16 has no registers for them so early)
+    score(ring, scores);
+    if (!kFp8) read_factors();
+    const bool masked = token + kTokens > min(end_, limit_) || token < all_from_;
+    if (masked || p_.softcap > 0.0f || p_.per_token_scale) {
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) scores[b][n][i] *= factors[n][i & 1];
+        }
+        factors[n][0] = factors[n][1] = 1.0f;
+      }
+      if (p_.per_token_scale) scale_tokens(ring, scores);
+      if (p_.softcap > 0.0f) cap(scores);
+      if (masked) mask(token + kOwn * part_, scores);
     }
-    if (p_.per_token_scale) scale_tokens(ring, scores);
-    if (p_.softcap > 0.0f) cap(scores);
-    if (token + kTokens > min(end_, limit_) || token < all_from_) mask(token + kOwn * part_, scores);
 
     float sums[2 * kRowTiles];
-    const bool above = weigh(scores, sums);
+    const bool above = weigh(scores, factors, sums);
     if (named_barrier_any(1 + team_, kTeamThreads, above)) {
-      raise_references(scores);
-      weigh(scores, sums);
+      raise_references(scores, factors);
+      weigh(scores, factors, sums);
       named_barrier_sync(1 + team_, kTeamThreads);
     }
 #pragma unroll
@@ -98,14 +111,20 @@ struct TeamAttention {
   // scores = K Q^T of this warp's tokens, in the layout of accumulators: tokens g and g + 8 of each block, rows 2t and
   // 2t + 1.
   __device__ __forceinline__ void score(const Ring& ring, float (&scores)[kBlocks][kRowTiles][4]) {
-    const WgmmaBlocks query(base_ + kSmem.query, kRowsOfK, 128);
     constexpr int kSteps = kFp8 ? 4 : 2;  // k16 steps of a chunk
     uint32_t a[2][kSteps][4];             // of this chunk and of the one before
+    uint4 next[2];                        // keys of the chunk behind this one, of tokens g and g + 8
+    const auto read = [&](int i) {
+      const int b = i / Layout::kKeyChunks, chunk = i % Layout::kKeyChunks;
+      const uint32_t at = ring.at() + (part_ * kOwn + 16 * b) * Layout::kRowBytes + Layout::key_at(chunk, g_, t_);
+      next[0] = lds128(at), next[1] = lds128(at + 8 * Layout::kRowBytes);
+    };
+    read(0);
 #pragma unroll
     for (int i = 0; i < kBlocks * Layout::kKeyChunks; ++i) {
       const int b = i / Layout::kKeyChunks, chunk = i % Layout::kKeyChunks;
-      const uint32_t at = ring.at() + (part_ * kOwn + 16 * b) * Layout::kRowBytes + Layout::key_at(chunk, g_, t_);
-      const uint4 x = lds128(at), y = lds128(at + 8 * Layout::kRowBytes);
+      const uint4 x = next[0], y = next[1];
+      if (i + 1 < kBlocks * Layout::kKeyChunks) read(i + 1);
       const uint32_t low[4] = {x.x, x.y, x.z, x.w}, high[4] = {y.x, y.y, y.z, y.w};
       if (i > 1) wgmma_wait<1>();  // so that registers can be used again
 #pragma unroll
@@ -119,6 +138,7 @@ struct TeamAttention {
           to[1] = high[2 * j], to[3] = high[2 * j + 1];
         }
       }
+      const WgmmaBlocks query(warp_uniform(base_ + kSmem.query), kRowsOfK, 128);
       wgmma_arrive();
 #pragma unroll
       for (int j = 0; j < kSteps; ++j) {
@@ -133,7 +153,8 @@ struct TeamAttention {
   }
 
   // This warp's part of P^T into shared memory, and its sums. Returns whether a probability is too large.
-  __device__ __forceinline__ bool weigh(const float (&scores)[kBlocks][kRowTiles][4], float (&sums)[2 * kRowTiles]) {
+  __device__ __forceinline__ bool weigh(const float (&scores)[kBlocks][kRowTiles][4],
+                                        const float (&factors)[kRowTiles][2], float (&sums)[2 * kRowTiles]) {
     uint32_t largest = 0;
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
@@ -141,7 +162,9 @@ struct TeamAttention {
       for (int b = 0; b < kBlocks; ++b) {
         float s[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[i] = exp2_approx(scores[b][n][i] - reference_[2 * n + (i & 1)]);
+        for (int i = 0; i < 4; ++i) {
+          s[i] = exp2_approx(__fmaf_rn(scores[b][n][i], factors[n][i & 1], -reference_[2 * n + (i & 1)]));
+        }
         sums[2 * n] = (b == 0 ? 0.0f : sums[2 * n]) + (s[0] + s[2]);
         sums[2 * n + 1] = (b == 0 ? 0.0f : sums[2 * n + 1]) + (s[1] + s[3]);
 #pragma unroll
@@ -203,16 +226,19 @@ struct TeamAttention {
 
   // Moves every row's reference up to the team's largest score less kShift and rescales what was summed with the old
   // one. All four warps have made P when this begins.
-  __device__ __forceinline__ void raise_references(const float (&scores)[kBlocks][kRowTiles][4]) {
+  __device__ __forceinline__ void raise_references(const float (&scores)[kBlocks][kRowTiles][4],
+                                                   const float (&factors)[kRowTiles][2]) {
     const uint32_t rows = base_ + kSmem.largest + team_ * (kDecodeTeamWarps * kRowTiles * kRowTile * 4) + 8 * t_;
     constexpr int kStep = kRowTiles * kRowTile * 4;  // bytes of a warp's
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float largest = fmaxf(scores[0][n][i], scores[0][n][i + 2]);
+        float largest = kNoMax;
 #pragma unroll
-        for (int b = 1; b < kBlocks; ++b) largest = fmaxf(largest, fmaxf(scores[b][n][i], scores[b][n][i + 2]));
+        for (int b = 0; b < kBlocks; ++b) {
+          largest = fmaxf(largest, fmaxf(scores[b][n][i] * factors[n][i], scores[b][n][i + 2] * factors[n][i]));
+        }
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, mask));
         if (g_ == 0) sts32(rows + part_ * kStep + n * 32 + i * 4, __float_as_uint(largest));
@@ -248,26 +274,36 @@ struct TeamAttention {
     constexpr int kBytes = 4 * Layout::kElementBytes;  // of a lane
     const uint32_t inside = part_ * (kDim / 4 * Layout::kElementBytes) + g_ * kBytes;
     const uint32_t values = ring.at() + Layout::kValuesAt + 2 * t_ * Layout::kRowBytes + (inside ^ (32 * t_));
-    const WgmmaBlocks probabilities(weights(), kRowsOfK, 128);
+    const WgmmaBlocks probabilities(warp_uniform(weights()), kRowsOfK, 128);
     constexpr int kSteps = 2;             // k16 steps that are converted before their products
     uint32_t a[2][kSteps][kOutTiles][4];  // of these and of the ones before
 #pragma unroll
     for (int m = 0; m < kOutTiles; ++m) wgmma_registers(out_[m]);
-#pragma unroll
-    for (int i = 0; i < kTokens / 16 / kSteps; ++i) {
-      uint2 rows[kSteps][4];  // of tokens 2t, 2t + 1, 2t + 8, 2t + 9
+    uint2 next[kSteps][4];  // of the steps behind these, of tokens 2t, 2t + 1, 2t + 8, 2t + 9
+    const auto read = [&](int i) {
 #pragma unroll
       for (int j = 0; j < kSteps; ++j) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const uint32_t at = values + (16 * (kSteps * i + j) + (k >> 1) * 8 + (k & 1)) * Layout::kRowBytes;
           if constexpr (kFp8) {
-            rows[j][k] = uint2{lds32(at), 0};
+            next[j][k] = uint2{lds32(at), 0};
           } else {
-            rows[j][k] = lds64(at);
+            next[j][k] = lds64(at);
           }
         }
       }
+    };
+    read(0);
+#pragma unroll
+    for (int i = 0; i < kTokens / 16 / kSteps; ++i) {
+      uint2 rows[kSteps][4];
+#pragma unroll
+      for (int j = 0; j < kSteps; ++j) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) rows[j][k] = next[j][k];
+      }
+      if (i + 1 < kTokens / 16 / kSteps) read(i + 1);
       if (i > 1) wgmma_wait<1>();  // so that registers can be used again
 #pragma unroll
       for (int j = 0; j < kSteps; ++j) make_fragments(rows[j], a[i & 1][j]);

@@ -146,6 +146,9 @@ void mma_m16n8k16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t
 }
 
 // wgmma_half.cuh: done at once, each warp its 16 rows.
+inline uint32_t lane_zero() {
+  return 0;
+}
 inline void wgmma_arrive() {}
 inline void wgmma_commit() {}
 template <int kPending>
