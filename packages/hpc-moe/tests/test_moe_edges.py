@@ -230,14 +230,14 @@ def test_config_rules() -> None:
     assert widest == [32, 64, 64, 128, 128]
     assert make(num_tokens=129, top_k=8, **{**sizes, "quant": "none"}).rule[0] == 128
     narrow = {**sizes, "intermediate": 192}
-    fine = [make(num_tokens=tokens, top_k=8, **narrow).fine for tokens in (128, 129, 170, 171)]
-    assert fine == [False, True, True, False]
+    exact = [make(num_tokens=tokens, top_k=8, **narrow).exact for tokens in (128, 129, 170, 171)]
+    assert exact == [False, True, True, False]
     # Experts may have all tokens: of more than 128 the low regime's tiles are too many; but a small layer's are not.
     assert [make(num_tokens=tokens, top_k=1, **sizes).regime for tokens in (128, 129)] == ["low", "mid"]
     small = dict(num_local_experts=6, num_experts=6, hidden=640, intermediate=256, quant="block")
     assert [make(num_tokens=tokens, top_k=2, **small).regime for tokens in (256, 257)] == ["low", "mid"]
-    fine = [make(num_tokens=tokens, top_k=2, **small).fine for tokens in (256, 257, 2048, 2049)]
-    assert fine == [False, True, True, False]
+    exact = [make(num_tokens=tokens, top_k=2, **small).exact for tokens in (256, 257, 2048, 2049)]
+    assert exact == [False, True, True, False]
     few = [make(num_tokens=tokens, top_k=8, **{**sizes, "intermediate": 192}) for tokens in (1, 4, 5)]
     assert [each.few for each in few] == [True, True, False] and few[0].up_columns == 16
     assert [each.x_in_workspace for each in few] == [each.h_quantised for each in few] == [False, False, True]

@@ -202,7 +202,7 @@ def test_every_rank_takes_the_regime_of_a_single_rank(problem: dict[str, Any], r
     problem["num_experts"] = problem["num_local_experts"] * ranks
     one = {**problem, "num_local_experts": problem["num_experts"]}
     part, whole = hpc_moe._C.make_config(**problem), hpc_moe._C.make_config(**one)
-    fields = ("regime", "rule", "act_group", "h_is_bf16", "x_in_workspace", "chunk_tokens", "fine")
+    fields = ("regime", "rule", "act_group", "h_is_bf16", "x_in_workspace", "chunk_tokens", "exact")
     assert [getattr(part, name) for name in fields] == [getattr(whole, name) for name in fields]
 
 
@@ -210,5 +210,5 @@ def test_every_rank_takes_the_regime_of_a_single_rank(problem: dict[str, Any], r
 def test_batch_invariant_calls_take_one_regime(problem: dict[str, Any]) -> None:
     config = hpc_moe._C.make_config(**{**problem, "batch_invariant": True})
     assert config.regime == "mid"  # a row's bits do not depend on the tile's width, but on the regime
-    assert config.fine == (problem["quant"] != "none")  # and on how sums are promoted
+    assert config.exact == (problem["quant"] != "none")  # and on how sums are promoted
     assert grouped.TileRule(*config.rule) in {grouped.TileRule(width, 8, False) for width in (32, 64, 128)}

@@ -37,6 +37,10 @@ FAULTS = {
     7: ("rank % kLowTile == 0;", "(emulation::fault == 7 ? rank : rank % kLowTile) == 0;"),
     # Both CTAs of a cluster bring the same unit.
     8: ("(p, 0, mine);", "(p, 0, emulation::fault == 8 ? 0 : mine);"),
+    # The other CTA's largest magnitudes do not count; both halves of a unit are its first; gate's scale for up again.
+    9: ("theirs(s)[thread]", "(emulation::fault == 9 ? 0.0f : theirs(s)[thread])"),
+    10: ("(units - kHalfUnit) * 4", "(emulation::fault == 10 ? 0 : units - kHalfUnit) * 4"),
+    11: ("weight_scales[first + m]", "weight_scales[emulation::fault == 11 ? 0 : first + m]"),
 }
 ROUTING = (6, 7)
 CASES = (
@@ -51,9 +55,14 @@ CASES = (
     "tensor,60,8,40,128,64,2,random,0,32",
     "tensor,70,2,3,640,320,5,random,0,64",
     "tensor,50,2,3,896,384,5,random,0,32",
+    # Pairs that are split into units and into halves of them.
+    "tensor,60,1,2,384,256,9,one,0,32",
+    "tensor,9,2,3,256,128,14,random,0,32",
+    "tensor,40,1,1,256,640,4,one,0,64",
+    "tensor,100,1,1,256,384,7,one,0,128",
     "block,40,2,3,256,192,2,random,0,32",
     "block,90,1,2,256,192,2,one,0,64",
-    "block,130,1,2,256,256,3,one,0,128",
+    "block,130,1,2,256,256,4,one,0,128",
     "block,75,1,2,256,128,2,one,0,128",
     "block,75,1,2,896,128,2,one,0,32",
     "none,60,2,3,128,192,3,random,0,128",
@@ -152,4 +161,5 @@ def test_a_planted_fault_of_the_routing_is_found(route: pathlib.Path, fault: int
 
 @pytest.mark.parametrize("fault", [number for number in FAULTS if number not in ROUTING])
 def test_a_planted_fault_is_found(program: pathlib.Path, fault: int) -> None:
-    assert run(program, fault, CASES[0], CASES[6], CASES[8], CASES[-10], CASES[-4]).returncode == 1
+    cases = (CASES[0], CASES[6], CASES[8], CASES[12], CASES[-10], CASES[-4], "block,75,1,2,256,128,2,one,0,128")
+    assert run(program, fault, *cases).returncode == 1

@@ -63,7 +63,7 @@ void bind_config(nb::module_& module) {
       .def_ro("up_grid", &Config::up_grid)
       .def_ro("down_grid", &Config::down_grid)
       .def_ro("few", &Config::few)
-      .def_ro("fine", &Config::fine)
+      .def_ro("exact", &Config::exact)
       .def_ro("guess", &Config::guess)
       .def_ro("index_ctas", &Config::index_ctas)
       .def_ro("layout", &Config::layout);

@@ -41,7 +41,7 @@ constexpr int64_t kRowsFor32 = 22, kRowsFor64 = 48;  // most rows an expert, on 
 // Rounding. The tensor core adds e4m3 products in about 14 bits; now and then an activation rounds to its neighbour for
 // it. Over many activations that is little, but in a small call one step may be a percent of the output. So the low
 // regime, whose sums are fp32, goes on to kLowAgainPairs where its tiles of 8 rows read at most kLowAgainBytes of
-// weights in all; and beyond it calls of at most kFewActivations promote sums every 32 of K, or of at most
+// weights in all; and beyond it gate-up sums in fp32 (exact) in calls of at most kFewActivations, or of at most
 // kFewOfFewColumns in layers of at most kFewColumns columns of I over all experts.
 constexpr int64_t kLowAgainBytes = 32 << 20, kLowAgainPairs = 512;
 constexpr int64_t kFewActivations = 1 << 18, kFewOfFewColumns = 1 << 20, kFewColumns = 16 << 10;
@@ -101,7 +101,7 @@ struct Config {
   bool few;              // low: kernels of few pairs, which quantise x and h in each CTA
   bool up_clusters;      // the gate-up kernel's CTAs share weights by twos
   bool down_clusters;    // the down kernel's
-  bool fine;             // gate-up promotes its sums every 32 of K, not every 128
+  bool exact;            // gate-up's sums are fp32, not the tensor core's of e4m3 products
   bool guess;            // gate-up CTAs load weights of their likely first task while the index is made
   int32_t index_ctas;    // CTAs of the index kernel (one cluster); 0 where the gate-up kernel routes for itself
   Layout layout;
@@ -180,15 +180,15 @@ inline int64_t average_tiles(const Problem& p, int64_t rows) {
 // Whether the low regime's kernels are used on a GPU (num_sms > 0). They multiply FP8 alone: bf16 weights take kMid.
 constexpr bool kLowOnGpu = true;
 
-// Rule of the token tiles above the low regime, for `rows` rows over all ranks. `fine`: Config's.
-inline grouped::TileRule tile_rule(const Problem& p, int64_t rows, bool fine) {
+// Rule of the token tiles above the low regime, for `rows` rows over all ranks. `exact`: Config's.
+inline grouped::TileRule tile_rule(const Problem& p, int64_t rows, bool exact) {
   grouped::TileRule rule = kTileRule;
   if (p.quant == Quant::kNone) return rule;
-  if (p.quant == Quant::kBlock && !fine && rows > kRowsFor64 * p.num_experts) return kTokenTileRule;
+  if (p.quant == Quant::kBlock && !exact && rows > kRowsFor64 * p.num_experts) return kTokenTileRule;
   if (rows <= kRowsFor64 * p.num_experts) rule.max_rows = 64;
   if (rows <= kRowsFor32 * p.num_experts) rule.max_rows = 32;
   const int64_t tiles = average_tiles(p, rows);
-  rule.even = p.quant == Quant::kTensor && !fine && tiles > 1 && tiles % 2 == 1;
+  rule.even = p.quant == Quant::kTensor && !exact && tiles > 1 && tiles % 2 == 1;
   return rule;
 }
 
@@ -216,9 +216,9 @@ inline Config make_config(const Problem& p) {
   c.regime = choose_regime(p, c.chunk_tokens);
   const bool low = c.regime == Regime::kLow;
   const bool few_columns = static_cast<int64_t>(p.num_experts) * p.intermediate <= kFewColumns;
-  c.fine = !low && p.quant != Quant::kNone &&
-           (p.batch_invariant || c.chunk_rows * p.intermediate <= (few_columns ? kFewOfFewColumns : kFewActivations));
-  c.rule = low ? grouped::TileRule{8, 8, 0} : tile_rule(p, c.chunk_rows, c.fine);
+  c.exact = !low && p.quant != Quant::kNone &&
+            (p.batch_invariant || c.chunk_rows * p.intermediate <= (few_columns ? kFewOfFewColumns : kFewActivations));
+  c.rule = low ? grouped::TileRule{8, 8, 0} : tile_rule(p, c.chunk_rows, c.exact);
   c.act_group = p.intermediate % 128 == 0 ? 128 : 64;
   c.few = low && c.chunk_rows <= kLowFewPairs && c.chunk_tokens * p.hidden <= kLowFewX &&
           c.chunk_rows * p.intermediate <= kLowFewH;
@@ -236,10 +236,13 @@ inline Config make_config(const Problem& p) {
   c.down_grid = detail::grid(p.num_sms, down_tasks);
   // Where experts have several tiles, in clusters of two CTAs. With one pair of units (I of 192) neighbouring tasks are
   // neighbouring tiles: of an odd number of tiles many would have nothing in common, and only wait for each other.
-  const bool share = c.regime == Regime::kLarge && p.quant != Quant::kNone && !c.fine;
+  const bool share = c.regime == Regime::kLarge && p.quant != Quant::kNone && !c.exact;
   const bool even = c.rule.even || average_tiles(p, c.chunk_rows) % 2 == 0;
   c.up_clusters = share && c.up_grid > 1 && (p.intermediate / 128 > 1 || even);
   c.down_clusters = share && c.down_grid > 1;
+  // Weights as M, by block: CTAs of a cluster share scale groups of single units.
+  const bool exchange = !low && p.quant == Quant::kBlock && c.act_group == 128 && !tokens_are_m(c.rule);
+  if (exchange && c.up_grid % 2 && p.num_sms > 1) c.up_grid += c.up_grid < p.num_sms ? 1 : -1;
   if (c.up_clusters) c.up_grid &= ~1;
   if (c.down_clusters) c.down_grid &= ~1;
   c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 2048 ? kIndexCluster : 1);

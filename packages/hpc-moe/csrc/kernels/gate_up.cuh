@@ -41,6 +41,8 @@ struct GateUpEpilogue {
     const Part part = {task.row + (second ? task.rows : 0), second ? task.second_rows : task.rows,
                        task.unit + (two_tiles ? 0 : group)};
     const float scale = task.scale, bound = swiglu_bound(p.swiglu_limit);
+    // Half a unit: the up values are the other rows of tile 0, and a thread has one column.
+    const bool half_unit = T::kHalfUnits && task.units >= kHalfUnit;
     // v[2 i], v[2 i + 1]: the two columns of the thread's token i.
     float v[N / 2];
 #pragma unroll
@@ -49,7 +51,7 @@ struct GateUpEpilogue {
       float pair[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float gate = acc[0][at + 2 * h], up = acc[1][at + 2 * h];
+        const float gate = acc[0][at + 2 * h], up = h == 0 && half_unit ? acc[0][at + 2] : acc[1][at + 2 * h];
         pair[h] =
             kQuant == Quant::kTensor ? fast_swiglu(gate * scale, up * scale, bound) : fast_swiglu(gate, up, bound);
       }
@@ -70,23 +72,31 @@ struct GateUpEpilogue {
       }
     } else {
       if constexpr (kBlock) {
-        group_scales<N>(p, s, part, group, parity, v);
+        group_scales<N>(p, s, part, group, parity, task.units == 1, v);
       } else {
         named_barrier_sync(2 + group, 128);  // the previous task's rows have left s.out
       }
       const float fixed = kBlock ? 0.0f : s.fixed_inverse;
-      uint8_t* staged = s.out[group] + first;
+      uint8_t* staged = s.out[group] + (half_unit ? first / 2 : first);
 #pragma unroll
       for (int i = 0; i < N / 4; ++i) {
         const int token = i / 2 * 8 + column + i % 2;
         const float inverse = kBlock ? s.inverse[group][token] : fixed;
-        *reinterpret_cast<uint16_t*>(staged + token * kOutRow) = to_e4m3x2(v[2 * i] * inverse, v[2 * i + 1] * inverse);
+        const uint16_t codes = to_e4m3x2(v[2 * i] * inverse, v[2 * i + 1] * inverse);
+        if (half_unit) {
+          staged[token * kOutRow] = static_cast<uint8_t>(codes);
+        } else {
+          *reinterpret_cast<uint16_t*>(staged + token * kOutRow) = codes;
+        }
       }
       named_barrier_sync(2 + group, 128);
       uint8_t* out = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(part.row) * p.out_columns + part.unit * 64;
-      for (int i = thread; i < part.rows * 4; i += 128) {  // 64 bytes a token, 16 a thread
-        *reinterpret_cast<uint4*>(out + static_cast<int64_t>(i / 4) * p.out_columns + i % 4 * 16) =
-            *reinterpret_cast<const uint4*>(s.out[group] + i / 4 * kOutRow + i % 4 * 16);
+      if (half_unit) out += (task.units - kHalfUnit) * 32;
+      const int shift = half_unit ? 1 : 2;
+      for (int i = thread; i < part.rows << shift; i += 128) {  // 64 or 32 bytes a token, 16 a thread
+        const int token = i >> shift, at = (i & ((1 << shift) - 1)) * 16;
+        *reinterpret_cast<uint4*>(out + static_cast<int64_t>(token) * p.out_columns + at) =
+            *reinterpret_cast<const uint4*>(s.out[group] + token * kOutRow + at);
       }
     }
   }
@@ -95,7 +105,7 @@ struct GateUpEpilogue {
   // warpgroups'); stores the scales and leaves the inverses in s.inverse.
   template <int N>
   static __device__ __forceinline__ void group_scales(const GemmParams& p, Smem& s, const Part& part, int group,
-                                                      int parity, const float (&v)[N / 2]) {
+                                                      int parity, bool single, const float (&v)[N / 2]) {
     const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
     float (&amax)[8][T::kWidth] = s.amax[parity];
 #pragma unroll
@@ -109,24 +119,56 @@ struct GateUpEpilogue {
       }
       if (lane < 4) *reinterpret_cast<float2*>(&amax[threadIdx.x / 32][8 * j + 2 * lane]) = largest;
     }
-    if constexpr (kHalf) {
+    if (kHalf || single) {
       named_barrier_sync(2 + group, 128);
     } else {
       named_barrier_sync(1, kConsumers);
     }
+    if constexpr (T::kExchange) {
+      if (single) exchange<N>(s, amax);
+    }
     if (thread < N) {
       float largest = 0.0f;
 #pragma unroll
-      for (int w = 0; w < (kHalf ? 4 : 8); ++w) largest = fmaxf(largest, amax[(kHalf ? group * 4 : 0) + w][thread]);
+      for (int w = 0; w < 4; ++w) largest = fmaxf(largest, amax[(kHalf ? group * 4 : 0) + w][thread]);
+      if (!kHalf && !single) {
+#pragma unroll
+        for (int w = 4; w < 8; ++w) largest = fmaxf(largest, amax[w][thread]);
+      }
+      if (T::kExchange && single) largest = fmaxf(largest, theirs(s)[thread]);
       const GroupScale scale = group_scale(largest);
       s.inverse[group][thread] = scale.inverse;
-      if (thread < part.rows && (kHalf || group == 0)) {
+      if (thread < part.rows && (kHalf || (single ? part.unit % 2 == 0 : group == 0))) {
         constexpr int kGroup = kHalf ? 64 : 128;
         p.out_scale[static_cast<int64_t>(part.row + thread) * (p.out_columns / kGroup) + part.unit * 64 / kGroup] =
             scale.scale;
       }
     }
     named_barrier_sync(2 + group, 128);
+  }
+
+  // Where another CTA's largest magnitudes come: no second tile's scales are there.
+  static __device__ __forceinline__ float* theirs(Smem& s) { return s.scale[0] + T::kWidth; }
+
+  // A unit of a pair whose other unit is the cluster's other CTA's: gives it this one's largest magnitudes, and waits
+  // for its. A CTA has one such task at most.
+  template <int N>
+  static __device__ __forceinline__ void exchange(Smem& s, const float (&amax)[8][T::kWidth]) {
+    const int thread = threadIdx.x % 128;
+    const uint32_t exchanged = smem_address(&s.exchanged);
+    if (thread == 0) mbarrier_arrive_expect_tx(exchanged, N * 4);
+    if (thread < N / 4) {
+      float largest[4] = {};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) largest[i] = fmaxf(largest[i], amax[w][4 * thread + i]);
+      }
+      const uint32_t other = static_cast<uint32_t>(blockIdx.x % 2 ^ 1);
+      store_async_16(cluster_address(smem_address(theirs(s) + 4 * thread), other), cluster_address(exchanged, other),
+                     make_float4(largest[0], largest[1], largest[2], largest[3]));
+    }
+    mbarrier_wait(exchanged, 0);
   }
 };
 
@@ -208,11 +250,12 @@ struct GateUpTokens {
   }
 };
 
-template <Quant kQuant, bool kHalf, int kWidth, bool kFine, bool kClusters = false>
+template <Quant kQuant, bool kHalf, int kWidth, bool kExact, bool kClusters = false>
 __global__ void __launch_bounds__(kGemmThreads, 1)
-    gate_up_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
-  using T = Traits<Gemm::kUp, kQuant, kHalf, kWidth, kFine, false, kClusters>;
-  run_gemm<T, false, GateUpEpilogue<T>>(&map, nullptr, p);
+    gate_up_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap half_map,
+                   const __grid_constant__ GemmParams p) {
+  using T = Traits<Gemm::kUp, kQuant, kHalf, kWidth, kExact, false, kClusters>;
+  run_gemm<T, false, GateUpEpilogue<T>>(&map, &half_map, p);
 }
 
 template <bool kHalf, bool kClusters>

@@ -4,7 +4,7 @@
 // uniform registers.
 #pragma once
 
-#include "kernels/grouped_gemm.cuh"
+#include "kernels/grouped_exact.cuh"
 
 namespace hpc::moe {
 
@@ -12,7 +12,6 @@ namespace hpc::moe {
 // accumulators. Wider ones take turns in one set of registers.
 template <Gemm kGemm, Quant kQuant>
 constexpr int kBothTiles = kQuant == Quant::kBlock ? 80 : (kGemm == Gemm::kUp ? 96 : 0);
-constexpr int kBothFine = 64;  // the same where sums are promoted every 32 of K
 
 // The same number, which the compiler then knows to be one for the warp.
 __device__ __forceinline__ uint32_t uniform(uint32_t value) {
@@ -157,8 +156,23 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
     wgmma_fence(acc[0]);
     wgmma_fence(acc[1]);
     give_back<T>(back + before * 8);
+  } else if constexpr (T::kExact) {
+#pragma unroll 1
+    for (int k = 0; k < num_k; ++k) {
+      mbarrier_wait(full + ring.stage() * 8, ring.phase());
+      const uint8_t* stage = s.stage[ring.stage()];
+      const float* scale = s.scale[ring.stage()];
+      constexpr int kTiles = N <= 64 ? 2 : 1;  // side by side; registers are few
+#pragma unroll
+      for (int m = 0; m < 2; m += kTiles) {
+        multiply_exact<T, kTiles, N>(stage + (at.a - kLowBits) * 16, stage + (at.b - kLowBits) * 16, scale + at.rows,
+                                     scale + 2 * T::kWidth + at.weights, m, acc);
+      }
+      give_back<T>(back + ring.stage() * 8);
+      ring.advance();
+    }
   } else {
-    constexpr int kSteps = T::kFine ? 1 : 4 / T::kGroups;
+    constexpr int kSteps = 4 / T::kGroups;
     bool ready = false;  // the stage has been waited for
 #pragma unroll 1
     for (int k = 0; k < num_k; ++k) {
@@ -174,26 +188,7 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
       const auto run = [&](int from, int g, bool last) {
         const float* rows = scale + at.rows + g * T::kWidth + 4 * (lane % 4);
         const auto weight = [&](int m) { return T::kBlock ? scale[2 * T::kWidth + g * 4 + at.weights + m] : 1.0f; };
-        if constexpr (T::kFine && N <= kBothFine) {  // all of the stage, two products on their way
-          float part[2][N / 2];
-          const auto issue = [&](int i) {
-            wgmma_fence(part[i % 2]);
-            wgmma_arrive();
-            multiply<WgmmaType::kE4m3, 1, false, N>(part[i % 2], a + i % 2 * kTile + 2 * (i / 2), b + 2 * (i / 2));
-            wgmma_commit();
-          };
-          issue(0);
-          issue(1);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            look(last && i == 6);
-            i < 7 ? wgmma_wait<1>() : wgmma_wait<0>();
-            wgmma_fence(part[i % 2]);
-            promote<T::kBlock, N>(acc[i % 2], part[i % 2], weight(i % 2), rows);
-            if (i < 6) issue(i + 2);
-          }
-        } else if constexpr (!T::kFine &&
-                             N <= kBothTiles<T::kGemm, kQuant>) {  // the second is multiplied as the first is promoted
+        if constexpr (N <= kBothTiles<T::kGemm, kQuant>) {  // the second is multiplied as the first is promoted
           float first[N / 2], second[N / 2];
           wgmma_fence(first);
           wgmma_arrive();
@@ -226,12 +221,7 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
         }
       };
       const bool second = T::kGroups == 2 && (k + 1) * 128 <= p.k_bytes;
-      if constexpr (T::kFine && N > kBothFine) {
-#pragma unroll 1
-        for (int step = 0; step < 4; ++step) run(step, 0, step == 3);
-      } else {
-        run(0, 0, !second);
-      }
+      run(0, 0, !second);
       if constexpr (T::kGroups == 2) {
         if (second) run(2, 1, true);
       }
@@ -283,7 +273,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, typename T::Smem& s
       continue;
     }
     const bool two_tiles = T::kTwoTiles && task.second_rows > 0;
-    if (group > 0 && task.units < 2 && !two_tiles) {
+    if (group > 0 && task.units != 2 && !two_tiles) {
       skip_stages<T>(s, ring, (p.k_bytes + 127) / 128);
       continue;
     }

@@ -7,20 +7,22 @@
 //   warps 8-11       producers (grouped_produce.cuh): find the CTA's tasks; bring rows of B, gate-up by gathering
 //                    tokens through the routing index by cp.async into the 128-byte swizzle, down (rows of h are
 //                    neighbours) by TMA, and the scales; one thread brings the weights by TMA and publishes each task.
-// A task (grouped_tasks.cuh) is a token tile of an expert and one or two units, or one unit and two token tiles; those
-// of one expert and unit are neighbours, so that their weights come from L2 after the first. Shared memory: 4 to 6
-// stages (32 KB weights + rows of B: 16, 8 or 4 KB, as the call's token tiles are at most 128, 64 or 32 rows), scales
-// of each stage, epilogue buffers, published tasks, barriers. Barriers: full[s] (the TMA thread's arrival and bytes,
-// one arrival a producer thread, when its cp.async have landed), empty[s] (one a consumer warp).
-// Before the first stage of a task its TurnTask is written; the TMA thread's arrival releases it.
+// A task (grouped_tasks.cuh) is a token tile of an expert and one or two units, half a unit (gate-up, per tensor), or
+// one unit and two token tiles; those of one expert and unit are neighbours, so that their weights come from L2 after
+// the first. Shared memory: 4 to 6 stages (32 KB weights + rows of B: 16, 8 or 4 KB, as the call's token tiles are at
+// most 128, 64 or 32 rows), scales of each stage, epilogue buffers, published tasks, barriers. Barriers: full[s] (the
+// TMA thread's arrival and bytes, one arrival a producer thread, when its cp.async have landed), empty[s] (one a
+// consumer warp). Before the first stage of a task its TurnTask is written; the TMA thread's arrival releases it.
+// Gate-up by block runs in clusters of two where a scale group's two units may be tasks of two CTAs (kExchange).
 // kClusters: two neighbouring CTAs whose tasks have the same expert and units load each unit once, for both; their
 // empty[s] count the consumer warps of both, and both take the same number of stages (kIdle).
 // K order: 128 bytes a stage; sums are promoted to fp32 registers every scale group (128, or 64 of I), per tensor every
-// 128, or not at all (down of up to kDirectK of K), or every 32 (gate-up, Config::fine). It depends on nothing but the
-// Config, so a row has the same bits in every tile width. Rows of a tile beyond its count hold whatever shared memory
-// held: they only reach their own columns, which nobody stores. PDL: gate-up fills its first stages with the weights of
-// its likely first task, then waits (the index is its predecessor's); a wrong guess costs those stages. Down reads the
-// index (two kernels old) and fills its first stages with weights before it waits for h.
+// 128, or not at all (down of up to kDirectK of K); gate-up of Config::exact sums in fp32 (grouped_exact.cuh). It
+// depends on nothing but the Config, so a row has the same bits in every tile width. Rows of a tile beyond its count
+// hold whatever shared memory held: they only reach their own columns, which nobody stores. PDL: gate-up fills its
+// first stages with the weights of its likely first task, then waits (the index is its predecessor's); a wrong guess
+// costs those stages. Down reads the index (two kernels old) and fills its first stages with weights before it waits
+// for h.
 #pragma once
 
 #include <cuda.h>
@@ -54,7 +56,7 @@ struct TurnTask {
   float scale;            // per tensor: of the expert's weights and of B
   uint16_t expert, unit;  // expert: with kShared; unit: the first
   uint8_t rows, width;    // of the tile; width 0: no more tasks
-  uint8_t units;          // 1 or 2: warpgroup g has unit + g; 0: nothing to do
+  uint8_t units;          // 1 or 2: warpgroup g has unit + g; 0: nothing to do; kHalfUnit and + 1: half of a unit
   uint8_t second_rows;    // not 0: one unit and two tiles, warpgroup 1 has the one that follows, with so many rows
 };
 static_assert(sizeof(TurnTask) == 16);
@@ -62,6 +64,10 @@ static_assert(sizeof(TurnTask) == 16);
 // kClusters: in TurnTask::expert, where the other CTA of the cluster has another tile of the same expert and units.
 // And a whole task of stages in which there is nothing to do, where only the other has a task (rows 0, units 0).
 constexpr uint16_t kShared = 1 << 15, kIdle = 1 << 14;
+
+// In TurnTask::units: the first 32 columns of a gate-up unit, in one m64 tile: 8 gate rows and their 8 up rows for each
+// warp; + 1: the other 32.
+constexpr int kHalfUnit = 3;
 
 // Sizes that follow from the widest token tile of a call: the narrower, the more stages.
 template <int kWidth>
@@ -85,6 +91,7 @@ struct GemmSmem {
   alignas(16) TurnTask turns[kTurns];
   alignas(8) uint64_t full[Stage::kCount];
   uint64_t empty[Stage::kCount];
+  uint64_t exchanged;          // kExchange: the other CTA's largest magnitudes have come
   uint16_t token[2 * kWidth];  // gate-up: tokens of the producers' tiles
 };
 template <int kWidth>
@@ -109,17 +116,17 @@ class StageRing {
   uint32_t stage_ = 0, phase_ = 0;
 };
 
-// A kernel. Elements of I that share a scale are 64 (kHalf) or 128; gate-up's K groups are 128 of H always. kFine
-// (gate-up): sums are promoted every 32 of K. kTokens: tokens are M (grouped_tokens.cuh).
+// A kernel. Elements of I that share a scale are 64 (kHalf) or 128; gate-up's K groups are 128 of H always. kExact
+// (gate-up): sums are fp32 (grouped_exact.cuh). kTokens: tokens are M (grouped_tokens.cuh).
 // kClusters: of two CTAs, which load a pair of units once where their tasks have the same.
-template <Gemm kTheGemm, Quant kTheQuant, bool kTheHalf, int kTheWidth, bool kTheFine = false, bool kTheTokens = false,
+template <Gemm kTheGemm, Quant kTheQuant, bool kTheHalf, int kTheWidth, bool kTheExact = false, bool kTheTokens = false,
           bool kTheClusters = false>
 struct Traits {
   static constexpr Gemm kGemm = kTheGemm;
   static constexpr Quant kQuant = kTheQuant;
   static constexpr bool kHalf = kTheHalf;
   static constexpr int kWidth = kTheWidth;
-  static constexpr bool kFine = kTheFine;
+  static constexpr bool kExact = kTheExact;
   static constexpr bool kTokens = kTheTokens;
   static constexpr bool kClusters = kTheClusters;
   using Smem = GemmSmem<kWidth>;
@@ -129,9 +136,13 @@ struct Traits {
   static constexpr bool kBlock = kQuant == Quant::kBlock, kTensor = kQuant == Quant::kTensor;
   static constexpr int kGroups = kBlock && kHalf && kGemm == Gemm::kDown ? 2 : 1;  // scale groups a stage
   static constexpr int kRowBlock = kGemm == Gemm::kUp && kHalf ? 64 : 128;         // weight rows that share a scale
-  // Scale groups of 128 columns of I span both units of a task: units then come in pairs only, and stay together.
-  static constexpr bool kPairsOnly = kGemm == Gemm::kUp && kBlock && !kHalf;
-  static constexpr bool kTwoTiles = kGemm == Gemm::kUp && !kPairsOnly;  // tasks of one unit and two tiles
+  // Gate-up: what is split of a pair in the last round. Scale groups of 128 columns of I span both units (kSpans): they
+  // are tasks of the two CTAs of a cluster, which tell each other their largest magnitudes (kExchange), or, where
+  // tokens are M, stay together and the tile's rows are split. Per tensor each unit may be split again.
+  static constexpr bool kSpans = kGemm == Gemm::kUp && kBlock && !kHalf;
+  static constexpr bool kExchange = kSpans && !kTokens, kRowHalves = kSpans && kTokens;
+  static constexpr bool kHalfUnits = kGemm == Gemm::kUp && kTensor && !kClusters;
+  static constexpr bool kTwoTiles = kGemm == Gemm::kUp && !kSpans;  // tasks of one unit and two tiles
 };
 
 // Place of the scale of row r of B in a stage: a thread's rows 8 j + 2 t + c of two neighbouring j are four floats.

@@ -16,10 +16,21 @@ __device__ __forceinline__ int weight_coordinate(const GemmParams& p, int expert
   return expert * (p.weight_rows / kRows) + unit * (T::kGemm == Gemm::kDown ? 128 / kRows : 64 / kRows);
 }
 
-// Weights of one stage, by one thread, which has announced their bytes.
+// Bytes of a task's weights in a stage; `units`: TurnTask's.
+__device__ __forceinline__ uint32_t weight_bytes(int units) {
+  return units >= kHalfUnit ? kUnitBytes / 2 : units * kUnitBytes;
+}
+
+// Weights of one stage, by one thread, which has announced their bytes. `half_map`: of gate-up's half units.
 template <class T>
-__device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensorMap* map, int row, int units, int k,
-                                             uint32_t smem, uint32_t full, uint64_t policy) {
+__device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensorMap* map, const CUtensorMap* half_map,
+                                             int row, int units, int k, uint32_t smem, uint32_t full, uint64_t policy) {
+  if constexpr (T::kHalfUnits) {
+    if (units >= kHalfUnit) {
+      tma_load_4d(smem, half_map, full, k * 128, 0, 0, 2 * row + (units - kHalfUnit) * 4, policy);
+      return;
+    }
+  }
   for (int i = 0; i < units; ++i, smem += kUnitBytes) {
     if constexpr (T::kGemm == Gemm::kDown) {
       if constexpr (T::kTokens) {
@@ -64,8 +75,8 @@ __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
-// `b_map`: of rows of B, kRowsBox a copy (down, whose rows of a tile are neighbours). Copies pad the end of K with
-// zeros.
+// `b_map`: of rows of B, kRowsBox a copy (down, whose rows of a tile are neighbours); gate-up: of half units. Copies
+// pad the end of K with zeros.
 template <class T>
 __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUtensorMap* b_map, typename T::Smem& s) {
   constexpr Gemm kGemm = T::kGemm;
@@ -83,12 +94,12 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     if constexpr (T::kClusters) {
       if (shared) return load_shared_weights<T>(p, map, row, k, stage, barrier, policy);
     }
-    load_weights<T>(p, map, row, units, k, stage, barrier, policy);
+    load_weights<T>(p, map, b_map, row, units, k, stage, barrier, policy);
   };
   const auto prefetch = [&](const TurnTask& task) {
     const int row = weight_coordinate<T>(p, task.expert & ~kShared, task.unit);
     for (int k = 0; k < min(kStages, num_k); ++k) {
-      mbarrier_expect_tx(full + k * 8, task.units * kUnitBytes);
+      mbarrier_expect_tx(full + k * 8, weight_bytes(task.units));
       load(row, task.units, task.expert & kShared, k, stages + k * kStageBytes, full + k * 8);
     }
   };
@@ -228,7 +239,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
         --prefetched;
         if (thread == 0) mbarrier_arrive_expect_tx(full + head.stage() * 8, row_bytes);  // the task is published
       } else if (thread == 0) {
-        mbarrier_arrive_expect_tx(full + head.stage() * 8, units * kUnitBytes + row_bytes);
+        mbarrier_arrive_expect_tx(full + head.stage() * 8, weight_bytes(units) + row_bytes);
         load(weights, units, flags & kShared, k, stage, full + head.stage() * 8);
       }
       if constexpr (kGemm == Gemm::kUp) {
@@ -283,10 +294,11 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const CUtensorM
       mbarrier_init(smem_address(&s.full[i]), 1 + kProducers);
       mbarrier_init(smem_address(&s.empty[i]), (T::kClusters ? 2 : 1) * kConsumers / 32);
     }
+    if constexpr (T::kExchange) mbarrier_init(smem_address(&s.exchanged), 1);
     mbarrier_init_fence();
   }
   __syncthreads();
-  if constexpr (T::kClusters) {  // the other CTA's barriers are there
+  if constexpr (T::kClusters || T::kExchange) {  // the other CTA's barriers are there
     cluster_arrive_relaxed();
     cluster_wait();
   }

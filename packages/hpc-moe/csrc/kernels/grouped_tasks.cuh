@@ -6,20 +6,20 @@
 
 namespace hpc::moe {
 
-// Pairs of units: all of an expert are neighbours, pair outermost, then token tile. And single units: of the pairs that
-// would start a round of which less than half the CTAs have a task (not where pairs must stay together), and, where the
-// number of units is odd, of the last unit, two token tiles of an expert at once where it has them. Singles come last:
-// among the pairs they would give every other CTA half the work. Or first (singles_first), where the weights' bytes are
-// what takes time: the CTAs that have one task more then end with pairs, and ask for twice the bytes at a time while
-// others have ended.
+// Pairs of units: all of an expert are neighbours, pair outermost, then token tile. And single units, or halves of them
+// where there are CTAs enough (kHalfUnits), or halves of the tile's rows (kRowHalves): of the pairs that would start a
+// round of which less than half the CTAs have a task; and, where the number of units is odd, single ones of the last
+// unit, two token tiles of an expert at once where it has them. Singles come last: among the pairs they would give
+// every other CTA half the work. Or first (singles_first), where the weights' bytes are what takes time: the CTAs that
+// have one task more then end with pairs, and ask for twice the bytes at a time while others have ended.
 template <class T>
 struct Schedule {
   static constexpr Gemm kGemm = T::kGemm;
   static constexpr int kNoTile = -1;
-  // Where units must stay together and tokens are M, a pair is split into halves of the tile's rows.
-  static constexpr bool kRowHalves = T::kPairsOnly && T::kTokens;
+  static constexpr bool kRowHalves = T::kRowHalves;
   const GemmParams& p;
-  int tiles, whole, split, singles;  // token tiles; tasks of pairs; pairs that are split; tasks of single units
+  int tiles, whole, split, singles;  // token tiles; tasks of pairs; pairs that are split; tasks of less than a pair
+  int parts = 2;                     // of a pair that is split: units, or 4 halves of them
   float scale;                       // per tensor: of B
   int cta;                           // whose tasks
 
@@ -28,9 +28,10 @@ struct Schedule {
     const int pairs = tiles * (p.units / 2), rest = pairs % static_cast<int>(gridDim.x);
     // With an odd number of units only where all tasks are one round.
     const int halves = p.units % 2 == 0 ? 2 * rest : 2 * pairs + tiles;
-    split = (!T::kPairsOnly || kRowHalves) && halves <= static_cast<int>(gridDim.x) ? rest : 0;
+    split = halves <= static_cast<int>(gridDim.x) ? rest : 0;
+    if (T::kHalfUnits && p.units % 2 == 0 && 4 * split <= static_cast<int>(gridDim.x)) parts = 4;
     whole = pairs - split;
-    singles = 2 * split + p.units % 2 * tiles;
+    singles = parts * split + p.units % 2 * tiles;
   }
 
   // Tasks of this CTA.
@@ -44,7 +45,7 @@ struct Schedule {
     if (turn >= count()) return {};
     const Spot at = spot(turn);
     const int tile = tile_index(at);
-    return task({tile, 0, 1, 8}, unit_if_alone(at, tile), at.single < 0 || kRowHalves ? 2 : 1, 0);
+    return task({tile, 0, 1, 8}, unit_if_alone(at, tile), units(at), 0);
   }
   __device__ __forceinline__ int likely_tile(int turn) const {
     return turn < count() ? tile_index(spot(turn)) : kNoTile;
@@ -58,10 +59,9 @@ struct Schedule {
     grouped::TileTask tile = mine == index ? known : p.routing.tiles[mine];
     // An expert with several tiles has wide ones.
     const bool alone = tile.width <= T::kWidth / 2;
-    const bool last = at.single >= 2 * split;
-    const int units = at.single < 0 || kRowHalves ? 2 : 1;
+    const bool last = at.single >= parts * split;
     if (kRowHalves && at.single >= 0) return half(at, mine, tile);
-    if (alone) return task(tile, unit_if_alone(at, mine), units, 0);
+    if (alone) return task(tile, unit_if_alone(at, mine), units(at), 0);
     if (last && !T::kTwoTiles) return task(tile, p.units - 1, 1, 0);
     const int first = p.routing.tile_offsets[tile.expert], own = p.routing.tile_offsets[tile.expert + 1] - first;
     if (last) {
@@ -70,7 +70,7 @@ struct Schedule {
     }
     const int local = at.pair - first * (p.units / 2), unit = local / own;
     if (own > 1) tile = p.routing.tiles[first + local - unit * own];
-    return task(tile, 2 * unit + (at.single < 0 ? 0 : at.single % 2), units, 0);
+    return task(tile, 2 * unit + unit_of_pair(at), units(at), 0);
   }
 
  private:
@@ -89,20 +89,28 @@ struct Schedule {
   }
 
   struct Spot {
-    int pair, single;  // single < 0: the whole pair; at least 2 * split: the last unit of a tile
+    int pair, single;  // single < 0: the whole pair; at least parts * split: the last unit of a tile
   };
+
+  // TurnTask::units, and which unit of its pair the task has or begins with.
+  __device__ __forceinline__ int units(const Spot& at) const {
+    return at.single < 0 || kRowHalves ? 2 : parts == 2 ? 1 : kHalfUnit + at.single % 2;
+  }
+  __device__ __forceinline__ int unit_of_pair(const Spot& at) const {
+    return at.single < 0 || kRowHalves ? 0 : at.single % parts / (parts / 2);
+  }
 
   __device__ __forceinline__ Spot spot(int turn) const {
     const int index = cta + turn * gridDim.x;
     const int single = p.singles_first ? index : index - whole;
     if (single < 0 || single >= singles) return {p.singles_first ? index - singles : index, -1};
-    return {whole + single / 2, single};
+    return {whole + single / parts, single};
   }
 
   // Of the odd last unit: even tiles, then odd ones, so that CTAs in a row have work where an expert's tiles pair up.
   __device__ __forceinline__ int tile_index(const Spot& at) const {
-    if (at.single >= 2 * split) {
-      const int index = at.single - 2 * split, half = (tiles + 1) / 2;
+    if (at.single >= parts * split) {
+      const int index = at.single - parts * split, half = (tiles + 1) / 2;
       return !T::kTwoTiles ? index : index < half ? 2 * index : 2 * (index - half) + 1;
     }
     return at.pair / (p.units / 2);
@@ -110,8 +118,8 @@ struct Schedule {
 
   // First unit of the task, where its expert has but this tile.
   __device__ __forceinline__ int unit_if_alone(const Spot& at, int tile) const {
-    if (at.single >= 2 * split) return p.units - 1;
-    return 2 * (at.pair - tile * (p.units / 2)) + (at.single < 0 || kRowHalves ? 0 : at.single % 2);
+    if (at.single >= parts * split) return p.units - 1;
+    return 2 * (at.pair - tile * (p.units / 2)) + unit_of_pair(at);
   }
 
   __device__ __forceinline__ TurnTask task(const grouped::TileTask& tile, int unit, int units, int second) const {

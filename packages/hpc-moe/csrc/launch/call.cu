@@ -120,7 +120,8 @@ void run_low(const Call& c, const Config& config, int num_sms, cudaStream_t stre
 
 // The four kernels of tokens [begin, begin + tokens).
 void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t tokens, const CUtensorMap& up_map,
-               const CUtensorMap& down_map, const CUtensorMap& h_map, int num_sms, cudaStream_t stream) {
+               const CUtensorMap& half_map, const CUtensorMap& down_map, const CUtensorMap& h_map, int num_sms,
+               cudaStream_t stream) {
   const Layout& l = config.layout;
   const int element = c.quant == Quant::kNone ? 2 : 1;  // bytes of a weight, and of what it is multiplied with
   const bool half = c.quant == Quant::kBlock && config.act_group == 64;
@@ -176,7 +177,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   up.swiglu_limit = c.swiglu_limit;
   const bool as_m = tokens_are_m(config.rule);
   if (c.kernels & 2u) {
-    launch_gate_up(c.quant, half, up_map, up, as_m, config.up_clusters, config.rule.max_rows, config.fine,
+    launch_gate_up(c.quant, half, up_map, half_map, up, as_m, config.up_clusters, config.rule.max_rows, config.exact,
                    config.up_grid, stream);
   }
 
@@ -219,13 +220,15 @@ void run(const Call& c, const Config& config, int num_sms, cudaStream_t stream) 
   const bool as_m = tokens_are_m(config.rule);
   const CUtensorMap up_map =
       gate_up_weight_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element, as_m);
+  const CUtensorMap half_map =
+      gate_up_half_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element, c.intermediate);
   const CUtensorMap down_map =
       down_weight_map(c.w2, experts * c.hidden, static_cast<int64_t>(c.intermediate) * element, as_m);
   const CUtensorMap h_map = down_row_map(at<uint8_t>(c.workspace, config.layout.h), config.chunk_rows,
                                          static_cast<int64_t>(c.intermediate) * element);
   for (int64_t begin = 0; begin < c.tokens; begin += config.chunk_tokens) {
-    run_chunk(c, config, begin, std::min(config.chunk_tokens, c.tokens - begin), up_map, down_map, h_map, num_sms,
-              stream);
+    run_chunk(c, config, begin, std::min(config.chunk_tokens, c.tokens - begin), up_map, half_map, down_map, h_map,
+              num_sms, stream);
   }
 }
 

@@ -10,8 +10,8 @@
 namespace hpc::moe {
 
 template <Quant kQuant, bool kHalf>
-void launch_gate_up_as(const CUtensorMap& map, const GemmParams& p, bool tokens, bool clusters, int widest, bool fine,
-                       int grid, cudaStream_t stream) {
+void launch_gate_up_as(const CUtensorMap& map, const CUtensorMap& half_map, const GemmParams& p, bool tokens,
+                       bool clusters, int widest, bool exact, int grid, cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(grid));
   config.block = dim3(kGemmThreads);
@@ -29,18 +29,21 @@ void launch_gate_up_as(const CUtensorMap& map, const GemmParams& p, bool tokens,
     if (clusters) {
       config.cluster = 2;
       config.smem_bytes = kGemmSmemBytes<kMaxWidth>;
-      launch(&gate_up_kernel<kQuant, kHalf, kMaxWidth, false, true>, config, map, p);
+      launch(&gate_up_kernel<kQuant, kHalf, kMaxWidth, false, true>, config, map, half_map, p);
       return;
     }
   }
-  const auto run = [&]<int kWidth, bool kFine>() {
+  config.cluster = kQuant == Quant::kBlock && !kHalf ? 2 : 1;
+  with_widest<kQuant>(widest, [&]<int kWidth>() {
     config.smem_bytes = kGemmSmemBytes<kWidth>;
-    launch(&gate_up_kernel<kQuant, kHalf, kWidth, kFine>, config, map, p);
-  };
-  if constexpr (kQuant != Quant::kNone) {
-    if (fine) return run.template operator()<kMaxWidth, true>();
-  }
-  with_widest<kQuant>(widest, [&]<int kWidth>() { run.template operator()<kWidth, false>(); });
+    if constexpr (kQuant != Quant::kNone) {
+      if (exact) {
+        launch(&gate_up_kernel<kQuant, kHalf, kWidth, true>, config, map, half_map, p);
+        return;
+      }
+    }
+    launch(&gate_up_kernel<kQuant, kHalf, kWidth, false>, config, map, half_map, p);
+  });
 }
 
 }  // namespace hpc::moe

@@ -2,7 +2,7 @@
 
 namespace hpc::moe {
 
-template void launch_gate_up_as<Quant::kBlock, true>(const CUtensorMap&, const GemmParams&, bool, bool, int, bool, int,
-                                                     cudaStream_t);
+template void launch_gate_up_as<Quant::kBlock, true>(const CUtensorMap&, const CUtensorMap&, const GemmParams&, bool,
+                                                     bool, int, bool, int, cudaStream_t);
 
 }  // namespace hpc::moe

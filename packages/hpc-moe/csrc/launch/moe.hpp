@@ -13,10 +13,10 @@ void launch_index(Quant quant, const IndexParams& p, const QuantiseParams& q, gr
                   int num_sms, cudaStream_t stream);
 
 // The grouped GEMMs. `half`: I % 128 != 0, so that its scales are per 64. `map`: see weight_map().
-// `tokens`: are M; `clusters`: of two CTAs; `widest`: of the token tiles; `fine`: Config's, for which there is one
-// instance.
-void launch_gate_up(Quant quant, bool half, const CUtensorMap& map, const GemmParams& p, bool tokens, bool clusters,
-                    int widest, bool fine, int grid, cudaStream_t stream);
+// `half_map`: gate_up_half_map(). `tokens`: are M; `clusters`: of two CTAs; `widest`: of the token tiles; `exact`:
+// Config's.
+void launch_gate_up(Quant quant, bool half, const CUtensorMap& map, const CUtensorMap& half_map, const GemmParams& p,
+                    bool tokens, bool clusters, int widest, bool exact, int grid, cudaStream_t stream);
 void launch_down(Quant quant, bool half, const CUtensorMap& map, const CUtensorMap& h_map, const GemmParams& p,
                  bool tokens, bool clusters, int widest, int grid, cudaStream_t stream);
 
@@ -26,6 +26,8 @@ void launch_reduce(const ReduceParams& p, int num_sms, cudaStream_t stream);
 // `rows`: E * 2 I or E * H; `row_bytes`: of K.
 CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes, bool tokens);
 CUtensorMap down_weight_map(const void* w2, int64_t rows, int64_t row_bytes, bool tokens);
+// Of gate-up's half units, per tensor.
+CUtensorMap gate_up_half_map(const void* w13, int64_t rows, int64_t row_bytes, int64_t intermediate);
 // And of h, `rows` of it.
 CUtensorMap down_row_map(const void* h, int64_t rows, int64_t row_bytes);
 

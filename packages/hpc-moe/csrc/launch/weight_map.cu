@@ -23,6 +23,16 @@ CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes,
   return make_tensor_map("w13", w13, CU_TENSOR_MAP_DATA_TYPE_UINT8, spec, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
+// Half units: 8 rows of gate, the 8 of up that belong to them, and so on, 4 times: (row % 8, gate or up, row / 8).
+CUtensorMap gate_up_half_map(const void* w13, int64_t rows, int64_t row_bytes, int64_t intermediate) {
+  const auto bytes = static_cast<uint64_t>(row_bytes);
+  TensorMapSpec<4> spec;
+  spec.shape = {bytes, 8, 2, static_cast<uint64_t>(rows) / 8};
+  spec.stride = {bytes, static_cast<uint64_t>(intermediate) * bytes, 8 * bytes};
+  spec.box = {128, 8, 2, 4};
+  return make_tensor_map("w13", w13, CU_TENSOR_MAP_DATA_TYPE_UINT8, spec, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
 // Weight row 32 w + 4 g + 2 m + h (g < 8, m < 2, h < 2) as coordinates (g, h, w, m); a copy brings 128 rows: w < 4.
 // Where tokens are M: row 32 i + 8 t + 2 j + c (t < 4, j < 4, c < 2) as (c, t, j, i); i < 4.
 CUtensorMap down_weight_map(const void* w2, int64_t rows, int64_t row_bytes, bool tokens) {

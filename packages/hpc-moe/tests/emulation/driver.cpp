@@ -157,6 +157,11 @@ struct Layer {
               : as_map({w, {k, 8, 2, all / 32, 2}, {1, 4 * k, k, 32 * k, 2 * k}, {128, 8, 2, 4, 2}});
   }
 
+  CUtensorMap half_map() const {
+    const auto k = static_cast<uint64_t>(c.hidden * element), inter = static_cast<uint64_t>(c.inter);
+    return as_map({w13.data(), {k, 8, 2, w13.size() / k / 8, 1}, {1, k, inter * k, 8 * k, 0}, {128, 8, 2, 4, 1}});
+  }
+
   CUtensorMap row_map() const {
     const auto k = static_cast<uint64_t>(c.inter * element);
     return as_map({h.data(), {k, static_cast<uint64_t>(rows), 1, 1, 1}, {1, k, 0, 0, 0}, {128, kRowsBox, 1, 1, 1}});
@@ -299,7 +304,7 @@ struct Layer {
       if constexpr (kQuant == Quant::kBlock) {
         gate_up_tokens_kernel<kHalf, true>(up_map, up);
       } else {
-        gate_up_kernel<kQuant, kHalf, 128, false, true>(up_map, up);
+        gate_up_kernel<kQuant, kHalf, 128, false, true>(up_map, half_map(), up);
       }
     };
     const auto of_down = [&] {
@@ -321,24 +326,25 @@ struct Layer {
   template <Quant kQuant, bool kHalf, int kWidth>
   int run() {
     const CUtensorMap up_map = map(true), down_map = map(false), h_map = row_map();
-    GemmParams up = params(true);
-    const GemmParams down = params(false);
+    GemmParams up = params(true), down = params(false);
     int bad = 0;
     constexpr bool kFp8 = kQuant != Quant::kNone;
-    if constexpr (kQuant != Quant::kNone && kWidth == 128) {
+    if constexpr (kFp8 && kWidth == 128) {
       if (c.clusters) return run_clusters<kQuant, kHalf>(up_map, down_map, h_map);
     }
     for (const int way : {0, 1}) {
       up.guess = way == 0 && static_cast<int>(tiles.size()) >= c.experts;
       up.singles_first = way == 0;
       h.assign(h.size(), 0xEE);
-      emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] {
+      const auto gate_up = [&] {
         if constexpr (kQuant == Quant::kBlock) {
           if (c.tokens_are_m) return gate_up_tokens_kernel<kHalf, false>(up_map, up);
         }
-        way == 0 ? gate_up_kernel<kQuant, kHalf, kWidth, kFp8>(up_map, up)
-                 : gate_up_kernel<kQuant, kHalf, kWidth, (kFp8 && kWidth < 128)>(up_map, up);
-      });
+        way == 0 ? gate_up_kernel<kQuant, kHalf, kWidth, kFp8>(up_map, half_map(), up)
+                 : gate_up_kernel<kQuant, kHalf, kWidth, false>(up_map, half_map(), up);
+      };
+      emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, gate_up,
+                     kQuant == Quant::kBlock && !kHalf && !c.tokens_are_m);
       bad += check_h();
     }
     emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] {

@@ -25,5 +25,11 @@ inline int32_t load_cluster_s32(uint32_t) {
 inline void mbarrier_arrive_cluster(uint32_t address) {
   emulation::cluster_mbarrier_arrive(address & 0xFFFFFF, address >> 24);
 }
+inline void store_async_16(uint32_t address, uint32_t barrier, float4 v) {
+  emulation::check(address >> 24 != (blockIdx.x & 1), "stores to the own block are not emulated");
+  std::vector<uint8_t> contents(16);
+  std::memcpy(contents.data(), &v, 16);
+  emulation::peer_bulk_copy(address & 0xFFFFFF, std::move(contents), barrier & 0xFFFFFF);
+}
 
 }  // namespace hpc
