@@ -18,7 +18,7 @@ import time
 import traceback
 
 import torch
-from hpc_router_gemm import _C, _cuda
+from hpc_router_gemm import _C, RouterWeight, _cuda
 from hpc_router_gemm.tune import candidate_configs
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests"))
@@ -82,7 +82,10 @@ def short(config) -> str:
 
 
 def calls_of(buffers, terms, config):
-    return [lambda x=x, w=w, y=y: _cuda.router_gemm(x, w, terms, False, False, y, config) for x, w, y in buffers]
+    return [
+        lambda x=x, w=w, y=y: _cuda.router_gemm(x, w.weight, w.split, terms, False, False, y, config)
+        for x, w, y in buffers
+    ]
 
 
 def time_cases(goals: dict, count: int, only: str, terms_list: tuple[int, ...]) -> None:
@@ -94,9 +97,9 @@ def time_cases(goals: dict, count: int, only: str, terms_list: tuple[int, ...]) 
             size = n * k * 4 + m * k * 2 + m * n * 4
             sets = min(48, max(2, math.ceil(201e6 / size) + 1))
             xs = [checks.make_x(m, k) for _ in range(sets)]
-            weights = [torch.randn(n, k, device=checks.DEVICE) for _ in range(sets)]
+            weights = [RouterWeight(torch.randn(n, k, device=checks.DEVICE), terms) for _ in range(sets)]
             outs = [torch.empty(m, n, device=checks.DEVICE) for _ in range(sets)]
-            configs = candidate_configs(m, n, k, terms, count)
+            configs = candidate_configs(m, n, k, terms, count, presplit=terms > 1)
 
             buffers = list(zip(xs, weights, outs, strict=True))
             graphs = [graph_of(calls_of(buffers, terms, config)) for config in configs]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from hpc_router_gemm import _C, _cpu, _cuda
-from hpc_router_gemm.weight import split_terms
+from hpc_router_gemm.weight import RouterWeight, split_terms
 
 CASES = {
     (192, 4096): (1, 16, 48, 96, 208, 512, 1024, 2048, 4096),
@@ -45,9 +45,15 @@ def make_config(x, weight, terms, **fields):
     )
 
 
-def run(x, weight, terms, config=None, batch_invariant=False, updated=False):
+def split_of(weight, terms):
+    """RouterWeight.split of a weight, or None where it has none."""
+    return RouterWeight(weight, terms).split
+
+
+def run(x, weight, terms, config=None, batch_invariant=False, updated=False, split=None):
+    """Scores of the extension; split: what split_of gives, for the kernels that read it."""
     out = torch.full((x.shape[0], weight.shape[0]), math.nan, device=DEVICE)
-    _cuda.router_gemm(x, weight, terms, batch_invariant, updated, out, config)
+    _cuda.router_gemm(x, weight, split, terms, batch_invariant, updated, out, config)
     return out
 
 
@@ -72,6 +78,7 @@ def every_kernel() -> Checks:
             torch.manual_seed(m)
             x = make_x(m, k, k + 8)
             weight = torch.randn(n, k, device=DEVICE).to(weight_type)
+            split = split_of(weight, terms)
             fields = [
                 {"kernel": "stream", "rows": r, "tokens": t, "split": s, "stages": stages}
                 for (r, t), (s, stages) in itertools.product(_C.STREAM_TILES, ((1, 0), (3, 2), (8, 1)))
@@ -93,6 +100,19 @@ def every_kernel() -> Checks:
                 }
                 for (r, g, t), s, stages in itertools.product(_C.WGMMA_TILES, (2, 3, 4, 8, 16), (0, 4))
             ]
+            if split is not None:
+                fields += [
+                    {
+                        "kernel": "tile",
+                        "rows": r,
+                        "k_groups": g,
+                        "tokens": t,
+                        "split": s,
+                        "sums_apart": a,
+                        "presplit": True,
+                    }
+                    for (r, g, t), s, a in itertools.product(_C.TERM_TILES, (1, 2, 3, 4, 8, 16), (False, True))
+                ]
             for f in fields:
                 name = f"kernel {weight_type} terms={terms} {m}x{n}x{k} {f}"
                 try:
@@ -100,7 +120,7 @@ def every_kernel() -> Checks:
                 except ValueError:
                     continue
                 try:
-                    y = run(x, weight, terms, config)
+                    y = run(x, weight, terms, config, split=split)
                     torch.cuda.synchronize()
                 except Exception as error:  # a sticky CUDA error ends the whole check
                     yield result(name, False, error=str(error))
@@ -114,6 +134,15 @@ def every_kernel() -> Checks:
                     largest=largest,
                     use=(rms_use, largest_use),
                 )
+                if config.presplit and same_order(config, terms):
+                    from_fp32 = make_config(x, weight, terms, **{**f, "presplit": False})
+                    yield result(f"{name} as from fp32", torch.equal(y, run(x, weight, terms, from_fp32)))
+
+
+def same_order(config, terms) -> bool:
+    """Whether a tile that reads terms exists for fp32 as well, with the same order of products."""
+    tile = (config.rows, config.k_groups, config.tokens)
+    return tile in _C.WGMMA_TILES and not (terms == 3 and tile == (64, 1, 128))
 
 
 def values() -> Checks:
@@ -128,7 +157,7 @@ def values() -> Checks:
         torch.manual_seed(m + n)
         x = make_x(m, k)
         weight = torch.randn(n, k, device=DEVICE)
-        y = run(x, weight, 2)
+        y = run(x, weight, 2, split=split_of(weight, 2))
         rms, largest, rms_use, largest_use = error_use(y, x, weight, 2)
         yield result(
             f"values terms=2 {n}x{k} m={m}",
@@ -137,7 +166,7 @@ def values() -> Checks:
             largest=largest,
             use=(rms_use, largest_use),
         )
-        y3 = run(x, weight, 3)
+        y3 = run(x, weight, 3, split=split_of(weight, 3))
         reference = x.double() @ weight.double().T
         e3, eb = (y3.double() - reference).abs(), ((x.float() @ weight.T).double() - reference).abs()
         facts = {
@@ -158,7 +187,7 @@ def values() -> Checks:
             heavy[0] *= 1e4
             heavy[1 % n] *= 1e-6
             heavy[2 % n] *= 1e-39
-            yh = run(x, heavy, 2)
+            yh = run(x, heavy, 2, split=split_of(heavy, 2))
             for row in range(min(3, n)):
                 part = error_use(yh[:, row : row + 1], x, heavy[row : row + 1], 2)
                 yield result(f"values heavy row {row} {n}x{k} m={m}", part[2] <= 1.3 and part[3] <= 1.3, use=part[2:])
@@ -169,8 +198,10 @@ def values() -> Checks:
     weight[:, 3] = torch.tensor([3.4e38, -3.4e38, math.inf, -math.inf, math.nan, 1.0, 3.402e38], device=DEVICE).repeat(
         10
     )
+    tile = {"kernel": "tile", "rows": 64, "tokens": 104, "presplit": True}
     for terms, m in itertools.product((1, 2, 3), (1, 20)):
-        y = run(x[:m], weight, terms)
+        config = make_config(x[:m], weight, terms, **tile) if terms > 1 and m > 1 else None
+        y = run(x[:m], weight, terms, config, split=split_of(weight, terms))
         want = 0.25 * weight[:, 3].expand(m, -1)
         close = torch.isclose(y, want, rtol=2.0**-8, atol=0, equal_nan=True)
         yield result(f"extreme weights terms={terms} m={m}", bool(close.all()), got=y[0, :7].tolist())
@@ -183,21 +214,22 @@ def promises() -> Checks:
         weight[n // 2] = weight[0]
         weight[n - 1] = weight[0]
         x_all = make_x(1024, k)
+        splits = {terms: split_of(weight, terms) for terms in (2, 3)}
         alone = run(x_all[:1], weight, 2, batch_invariant=True)
         for m in (1, 2, 7, 8, 9, 17, 33, 64, 65, 100, 129, 200, 300, 512, 777, 1024):
             x = x_all[:m]
             for terms in (2, 3):
-                y = run(x, weight, terms)
+                y = run(x, weight, terms, split=splits[terms])
                 yield result(
                     f"equal rows {n}x{k} m={m} terms={terms}",
                     bool((y[:, 0] == y[:, n // 2]).all() and (y[:, 0] == y[:, n - 1]).all()),
                 )
-                same = all(bool(torch.equal(y, run(x, weight, terms))) for _ in range(5))
+                same = all(bool(torch.equal(y, run(x, weight, terms, split=splits[terms]))) for _ in range(5))
                 yield result(f"same bits {n}x{k} m={m} terms={terms}", same)
             bad = x.clone()
             bad[m // 2, k // 3] = math.nan
             bad[m // 3, k - 1] = math.inf
-            yb, y = run(bad, weight, 2), run(x, weight, 2)
+            yb, y = run(bad, weight, 2, split=splits[2]), run(x, weight, 2, split=splits[2])
             others = [i for i in range(m) if i not in (m // 2, m // 3)]
             yield result(
                 f"NaN row {n}x{k} m={m}",
@@ -208,11 +240,11 @@ def promises() -> Checks:
             yi = run(x, weight, 2, batch_invariant=True)
             yield result(f"batch invariant {n}x{k} m={m}", bool(torch.equal(yi[:1], alone)))
         for m in (1, 64, 512):
-            first = run(x_all[:m], weight, 2)
+            first = run(x_all[:m], weight, 2, split=splits[2])
             out = torch.empty_like(first)
             different = torch.zeros((), device=DEVICE, dtype=torch.int64)
             for _ in range(1000):
-                _cuda.router_gemm(x_all[:m], weight, 2, False, False, out)
+                _cuda.router_gemm(x_all[:m], weight, splits[2], 2, False, False, out)
                 different += (out != first).sum()
             yield result(f"1000 runs {n}x{k} m={m}", int(different) == 0, different=int(different))
     # One-hot tokens: three terms hold every bit of a weight.
@@ -224,7 +256,7 @@ def promises() -> Checks:
         x = torch.zeros(m, k, device=DEVICE, dtype=torch.bfloat16)
         hot = torch.randint(0, k, (m,), device=DEVICE)
         x[torch.arange(m, device=DEVICE), hot] = 1
-        y = run(x, both, 3)
+        y = run(x, both, 3, split=split_of(both, 3))
         yield result(f"one-hot m={m}", bool(torch.equal(y, both[:, hot].T)))
     # x, or the weight, written by the kernel just before.
     for m, (n, k) in itertools.product((1, 64, 512, 2048), ((192, 4096), (768, 6144))):

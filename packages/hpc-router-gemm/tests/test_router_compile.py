@@ -32,7 +32,8 @@ def fresh_dynamo():
 @pytest.mark.parametrize("m", [0, 5])
 def test_opcheck_router_gemm(m: int, device: str) -> None:
     x, weight = made(m, 20, 64, device)
-    torch.library.opcheck(ops.router_gemm, (x, weight, 2, False, True, torch.empty((m, 20), device=device)))
+    split = RouterWeight(weight).split
+    torch.library.opcheck(ops.router_gemm, (x, weight, split, 2, False, True, torch.empty((m, 20), device=device)))
 
 
 @pytest.mark.parametrize("device", LINEAR_DEVICES)
@@ -46,9 +47,10 @@ def test_opcheck_linear(m: int, device: str) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_opcheck_route(biased: bool, device: str) -> None:
     x, weight = made(5, 24, 64, device)
+    split = RouterWeight(weight).split
     bias = torch.zeros(24, device=device) if biased else None
     ids, weights = torch.empty((5, 4), dtype=torch.int32, device=device), torch.empty((5, 4), device=device)
-    torch.library.opcheck(ops.route, (x, weight, 2, 4, "sigmoid", bias, 4, 2, True, 1.0, False, ids, weights))
+    torch.library.opcheck(ops.route, (x, weight, split, 2, 4, "sigmoid", bias, 4, 2, True, 1.0, False, ids, weights))
 
 
 def test_schemas_mark_what_is_written() -> None:

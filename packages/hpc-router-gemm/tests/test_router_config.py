@@ -14,6 +14,7 @@ problems = st.fixed_dictionaries(
         "k": st.integers(1, 2_000).map(lambda i: 8 * i),
         "terms": st.integers(1, 3),
         "weight_is_bf16": st.booleans(),
+        "presplit": st.booleans(),
     }
 )
 
@@ -28,7 +29,10 @@ def test_config_is_legal_and_covers_the_problem(problem: dict) -> None:
     assert 1 <= c.split <= 8 or (c.split == 16 and c.kernel == "tile")
     assert 0 < c.smem_bytes <= SMEM_LIMIT
     tiles = (c.rows, c.tokens) if c.kernel == "stream" else (c.rows, c.k_groups, c.tokens)
-    assert tiles in (_C.STREAM_TILES if c.kernel == "stream" else _C.WGMMA_TILES)
+    wgmma_tiles = _C.TERM_TILES if c.presplit else _C.WGMMA_TILES
+    assert tiles in (_C.STREAM_TILES if c.kernel == "stream" else wgmma_tiles)
+    if c.presplit:  # terms that are in memory, for the tile kernel
+        assert problem["presplit"] and problem["terms"] > 1 and not problem["weight_is_bf16"] and c.kernel == "tile"
     token_tiles = _ceil(problem["m"], c.tokens)
     expert_tiles = _ceil(problem["n"], c.rows)
     assert c.ctas == token_tiles * expert_tiles * c.split
@@ -37,9 +41,9 @@ def test_config_is_legal_and_covers_the_problem(problem: dict) -> None:
     if c.kernel == "tile":
         assert c.split <= _ceil(problem["k"], 128)
     # The same Config by hand is accepted and the same.
-    names = ("kernel", "rows", "tokens", "k_groups", "split", "sums_apart")
+    names = ("kernel", "rows", "tokens", "k_groups", "split", "sums_apart", "presplit")
     fields = {name: getattr(c, name) for name in names}
-    assert repr(_C.make_config(**problem, **fields, stages=c.stages)) == repr(c)
+    assert repr(_C.make_config(**{**problem, **fields}, stages=c.stages)) == repr(c)
 
 
 @given(problems, st.integers(1, 5000))
@@ -48,6 +52,7 @@ def test_batch_invariant_order_does_not_depend_on_m(problem: dict, other_m: int)
     other = _C.choose_config(**{**problem, "m": other_m}, batch_invariant=True)
     # What decides the order of a score's sum: the kernel, and into how many parts k is cut.
     assert (one.kernel, one.split, one.k_groups) == (other.kernel, other.split, other.k_groups)
+    assert not one.presplit and not other.presplit
     if problem["terms"] == 2 and not problem["weight_is_bf16"]:
         assert one.rows * one.tokens <= 512 and other.rows * other.tokens <= 512  # both promote
 
@@ -75,6 +80,10 @@ def test_two_terms_sum_at_most_256_of_k_unpromoted(problem: dict) -> None:
         {"kernel": "stream", "rows": 16, "tokens": 8, "split": 2, "sums_apart": True},
         {"kernel": "tile", "rows": 64, "tokens": 104, "sums_apart": True},
         {"kernel": "tile", "rows": 64, "tokens": 192, "k_groups": 2, "terms": 3},
+        {"kernel": "tile", "rows": 64, "tokens": 192, "k_groups": 2, "presplit": True},
+        {"kernel": "tile", "rows": 64, "tokens": 104, "presplit": True, "terms": 1},
+        {"kernel": "tile", "rows": 64, "tokens": 104, "presplit": True, "weight_is_bf16": True},
+        {"kernel": "stream", "rows": 16, "tokens": 8, "presplit": True},
     ],
 )
 def test_illegal_configs_are_refused(fields: dict) -> None:
@@ -86,8 +95,10 @@ def test_illegal_configs_are_refused(fields: dict) -> None:
 def test_two_calls_share_an_sm_where_that_is_the_plan(problem: dict) -> None:
     """One-warpgroup tiles take shared memory for two CTAs of an SM unless a measured row gave more stages."""
     problem = {**problem, "terms": 2, "weight_is_bf16": False}
-    for rows, groups, tokens in _C.WGMMA_TILES:
-        c = _C.make_config(**problem, kernel="tile", rows=rows, k_groups=groups, tokens=tokens)
+    del problem["presplit"]
+    tiles = [(tile, False) for tile in _C.WGMMA_TILES] + [(tile, True) for tile in _C.TERM_TILES]
+    for (rows, groups, tokens), presplit in tiles:
+        c = _C.make_config(**problem, kernel="tile", rows=rows, k_groups=groups, tokens=tokens, presplit=presplit)
         light = rows == 64 and groups == 1 and tokens <= 128
         assert c.smem_bytes <= (113 * 1024 if light else SMEM_LIMIT)
 

@@ -27,8 +27,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Timer:
-    """In place of measuring: the Config that comes third is the fastest, for three terms the second; cuBLAS wins for
-    one token alone."""
+    """In place of measuring: the Config that comes third is the fastest, for three terms the fourth, for three of
+    linear the second; cuBLAS wins for one token alone."""
 
     def __init__(self) -> None:
         self.tried: dict[str, int] = {}
@@ -38,6 +38,8 @@ class Timer:
         if candidates[0].op == "router-2":
             self.tried[case] = len(candidates)
             times = [abs(i - 2) + 3.0 for i in range(len(candidates))]
+        elif candidates[0].op == "router-3":
+            times = [abs(i - 3) + 4.0 for i in range(len(candidates))]
         elif candidates[0].provider != "cuBLAS fp32":
             assert candidates[0].op == "linear-3" and len(candidates) == self.tried[case]
             times = [abs(i - 1) + 5.0 for i in range(len(candidates))]
@@ -69,10 +71,12 @@ def test_the_fastest_config_is_written_and_read(document: dict, tmp_path: pathli
     assert (table.device, table.date) == (NAME, document["date"])
     assert [row.m_to for row in table.choices[SIZE]] == [1, 64]
     for row in table.choices[SIZE]:
-        third = tune.candidate_configs(row.m_to, *SIZE, 2, 5)[2]
+        third = tune.candidate_configs(row.m_to, *SIZE, 2, 5, presplit=True)[2]
         assert repr(_C.make_config(m=row.m_to, n=192, k=4096, terms=2, **row.config)) == repr(third)
         second = tune.candidate_configs(row.m_to, *SIZE, 3, 5)[1]
         assert repr(_C.make_config(m=row.m_to, n=192, k=4096, terms=3, **row.config_three)) == repr(second)
+        fourth = tune.candidate_configs(row.m_to, *SIZE, 3, 5, presplit=True)[3]
+        assert repr(_C.make_config(m=row.m_to, n=192, k=4096, terms=3, **row.config_owned_three)) == repr(fourth)
         assert (row.us, row.linear_us) == (3.0, 5.0)
 
 
@@ -84,10 +88,12 @@ def test_a_row_serves_the_tokens_up_to_it(
     device = torch.device("cuda", 0)
     rows = tuned.of_device(NAME).choices[SIZE]
     for m, row in ((1, rows[0]), (2, rows[1]), (64, rows[1])):
-        for terms in (2, 3):
-            config = tuned.config_of(device, m, *SIZE, terms)
-            fields = row.config if terms == 2 else row.config_three
+        owned = {2: row.config, 3: row.config_owned_three}
+        for terms, presplit in ((2, True), (3, False), (3, True)):
+            config = tuned.config_of(device, m, *SIZE, terms, presplit)
+            fields = owned[terms] if presplit else row.config_three
             assert {name: getattr(config, name) for name in fields} == fields
+    assert (tuned.config_of(device, 64, *SIZE, 2) is None) == rows[1].config["presplit"]  # what it reads is not there
     assert tuned.config_of(device, 65, *SIZE, 2) is None  # above what was measured
     assert tuned.config_of(device, 1, 200, 4096, 2) is None
     assert [tuned.linear_uses_cublas(device, m, *SIZE) for m in (1, 2, 64, 65)] == [True, False, False, False]
@@ -97,10 +103,10 @@ def test_a_row_serves_the_tokens_up_to_it(
 
 def test_an_older_table_has_one_config_and_sums_over_the_stages(document: dict, tmp_path: pathlib.Path) -> None:
     for row in document["rows"]:
-        for name in ("three", "sums_apart"):
+        for name in ("three", "owned_three", "sums_apart", "presplit"):
             del row[name]
     for row in tuned.load(written(document, tmp_path)).choices[SIZE]:
-        assert row.config_three is None
+        assert row.config_three is row.config_owned_three is None and row.config["presplit"] is False
         assert row.config["sums_apart"] is False
 
 
@@ -166,10 +172,11 @@ def test_bad_tuning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         tune.tune([(192, 4097)], [1], timer=Timer())
 
 
-def test_candidates_begin_with_the_chosen_and_differ() -> None:
+@pytest.mark.parametrize("presplit", [False, True])
+def test_candidates_begin_with_the_chosen_and_differ(presplit: bool) -> None:
     for m in (1, 64, 1024):
-        names = [repr(config) for config in tune.candidate_configs(m, *SIZE, 2, 12)]
-        assert names[0] == repr(_C.choose_config(m=m, n=192, k=4096, terms=2))
+        names = [repr(config) for config in tune.candidate_configs(m, *SIZE, 2, 12, presplit)]
+        assert names[0] == repr(_C.choose_config(m=m, n=192, k=4096, terms=2, presplit=presplit))
         assert len(names) == len(set(names)) == 12
 
 

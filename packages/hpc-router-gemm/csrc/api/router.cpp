@@ -33,11 +33,11 @@ Weight weight_of(bool weight_is_bf16, int terms) {
 }
 
 Config config_of(const Problem& problem) {
-  using Key = std::tuple<int64_t, int, int, Weight, bool, bool, std::array<int, kMaxCluster + 1>>;
+  using Key = std::tuple<int64_t, int, int, Weight, bool, bool, bool, std::array<int, kMaxCluster + 1>>;
   static std::mutex mutex;
   static std::map<Key, Config> cache;
-  const Key key(problem.m, problem.n, problem.k, problem.weight, problem.batch_invariant, problem.overlapping_x,
-                problem.resident);
+  const Key key(problem.m, problem.n, problem.k, problem.weight, problem.presplit, problem.batch_invariant,
+                problem.overlapping_x, problem.resident);
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = cache.find(key);
   if (found != cache.end()) return found->second;
@@ -54,6 +54,7 @@ void router_gemm(const GemmCall& call, const Config* forced, int device, uint64_
   check(call.m > 0 && call.m <= INT32_MAX, kWhere, "m", "at most 2^31 - 1 tokens", call.m);
   check_aligned16(kWhere, "x", pointer<void>(call.x));
   check_aligned16(kWhere, "weight", pointer<void>(call.weight));
+  check_aligned16(kWhere, "terms", pointer<void>(call.terms));
   check(call.m == 1 || call.x_stride % 8 == 0, kWhere, "x", "a row stride of whole 16 bytes", call.x_stride);
   check(call.n == 1 || call.weight_stride * weight_bytes(call.weight_type) % 16 == 0, kWhere, "weight",
         "a row stride of whole 16 bytes", call.weight_stride);
@@ -63,6 +64,7 @@ void router_gemm(const GemmCall& call, const Config* forced, int device, uint64_
   problem.n = static_cast<int>(call.n);
   problem.k = static_cast<int>(call.k);
   problem.weight = call.weight_type;
+  problem.presplit = call.terms != 0;
   problem.batch_invariant = call.batch_invariant;
   problem.overlapping_x = (call.m > 1 && call.x_stride < call.k) || (call.n > 1 && call.weight_stride < call.k);
   problem.resident = resident_of(device);
@@ -77,7 +79,7 @@ void router_gemm(const GemmCall& call, const Config* forced, int device, uint64_
 
   Gemm gemm;
   gemm.x = pointer<const void>(call.x);
-  gemm.weight = pointer<const void>(call.weight);
+  gemm.weight = pointer<const void>(config.presplit ? call.terms : call.weight);
   gemm.y = pointer<float>(call.y);
   gemm.x_stride = call.x_stride;
   gemm.weight_stride = call.weight_stride;
@@ -88,7 +90,7 @@ void router_gemm(const GemmCall& call, const Config* forced, int device, uint64_
   gemm.prefetch = call.prefetch;
   const auto cuda_stream = pointer<CUstream_st>(stream);
   const bool stream_kernel = config.kernel == Kernel::kStream;
-  switch (call.weight_type) {
+  switch (weight_read(problem, config)) {
     case Weight::kBf16:
       return stream_kernel ? launch_stream<Weight::kBf16>(gemm, config, cuda_stream)
                            : launch_tile<Weight::kBf16>(gemm, config, cuda_stream);
@@ -101,6 +103,10 @@ void router_gemm(const GemmCall& call, const Config* forced, int device, uint64_
     case Weight::kFloat3:
       return stream_kernel ? launch_stream<Weight::kFloat3>(gemm, config, cuda_stream)
                            : launch_tile<Weight::kFloat3>(gemm, config, cuda_stream);
+    case Weight::kTerms2:
+      return launch_tile<Weight::kTerms2>(gemm, config, cuda_stream);
+    case Weight::kTerms3:
+      return launch_tile<Weight::kTerms3>(gemm, config, cuda_stream);
   }
 }
 

@@ -9,19 +9,27 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <span>
 
 #include "config/measured.hpp"
 #include "hpc/checks.hpp"
 
 namespace hpc::router {
 
-// Element type of the weight as the kernels see it, with the number of bf16 terms an element becomes.
-enum class Weight { kBf16, kFloat1, kFloat2, kFloat3 };
+// The weight as the kernels see it: its element type with the number of bf16 terms an element becomes, or those terms,
+// each a bf16 matrix of its own in memory.
+enum class Weight { kBf16, kFloat1, kFloat2, kFloat3, kTerms2, kTerms3 };
 
+constexpr bool weight_is_split(Weight weight) {
+  return weight == Weight::kTerms2 || weight == Weight::kTerms3;
+}
 constexpr int weight_terms(Weight weight) {
+  if (weight_is_split(weight)) return weight == Weight::kTerms2 ? 2 : 3;
   return weight == Weight::kBf16 ? 1 : static_cast<int>(weight);
 }
+// Of an element, all its terms together.
 constexpr int weight_bytes(Weight weight) {
+  if (weight_is_split(weight)) return 2 * weight_terms(weight);
   return weight == Weight::kBf16 ? 2 : 4;
 }
 
@@ -49,6 +57,7 @@ struct Problem {
   int n = 0;
   int k = 0;
   Weight weight = Weight::kFloat2;
+  bool presplit = false;         // an fp32 weight's terms are in memory too, for the tile kernel to read instead
   bool batch_invariant = false;  // the order of every sum must not depend on m
   bool overlapping_x = false;    // rows of x closer than k: no tensor map describes them
   // CTAs of one an SM that are resident at once in clusters of size [i]; 0 where that size is not used. These are an
@@ -65,10 +74,17 @@ struct Config {
   // tile: the split's sums have memory of their own, so a rank sends its part when it has it; else they lie over the
   // stages, once everybody is through with those.
   bool sums_apart = false;
+  bool presplit = false;  // tile: reads the weight's terms instead of the weight
   int stages = 4;
   int smem_bytes = 0;
   int64_t ctas = 0;
 };
+
+// The weight that a Config reads.
+constexpr Weight weight_read(const Problem& p, const Config& c) {
+  if (!c.presplit) return p.weight;
+  return p.weight == Weight::kFloat3 ? Weight::kTerms3 : Weight::kTerms2;
+}
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -103,8 +119,10 @@ constexpr int stream_smem_bytes(int rows, int tokens, Weight weight, int stages,
   return stream_slot_offset(rows, tokens, weight, stages) + stream_slot_bytes(rows, tokens, split) + 16;
 }
 
-// k of a stage. Tiles of one warpgroup have small stages: few large ones wait for each other.
+// k of a stage. Tiles of one warpgroup have small stages: few large ones wait for each other. Terms do not: a row of 64
+// bytes takes the copy engine as long as one of 128.
 constexpr int tile_stage_k(int rows, int k_groups, int tokens, Weight weight) {
+  if (weight_is_split(weight)) return 64;
   const int most = weight == Weight::kFloat3 ? 104 : 128;  // registers: 64 x 128 by three terms would spill
   const bool small = rows == 64 && k_groups == 1 && tokens >= 64 && tokens <= most;
   return small && weight != Weight::kBf16 ? 32 : 64;
@@ -152,6 +170,9 @@ constexpr StreamTile kStreamTiles[] = {{16, 8},  {16, 16}, {16, 32}, {16, 64}, {
                                        {32, 32}, {32, 64}, {48, 8},  {48, 16}, {48, 32}};
 constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},  {64, 1, 64},  {64, 1, 104},    {64, 1, 128},  {64, 1, 208},
                                      {64, 2, 104}, {64, 2, 128}, {64, 2, 192, 2}, {128, 1, 128}, {128, 1, 192}};
+// Those that read the terms.
+constexpr WgmmaTile kTermTiles[] = {{64, 1, 64},  {64, 1, 104}, {64, 1, 128}, {64, 1, 176}, {64, 1, 192},
+                                    {64, 1, 208}, {64, 2, 96},  {64, 2, 104}, {64, 2, 128}};
 
 // Whether two CTAs of a Config fit on an SM, so that the next call's start beside this one's.
 inline bool shares_sm(const Config& c) {
@@ -164,14 +185,19 @@ inline bool shares_sm(const Config& c) {
 // that no kernel was compiled for or that does not fit, else nullptr.
 inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   const bool stream = c.kernel == Kernel::kStream;
+  const Weight weight = weight_read(p, c);
+  if (c.presplit && (stream || !p.presplit || weight_terms(p.weight) < 2 || p.weight == Weight::kBf16)) {
+    return "a tile and a weight of two or three terms in memory to read these";
+  }
   bool compiled = false, light = stream;
   if (stream) {
     for (const StreamTile& t : kStreamTiles) compiled = compiled || (t.rows == c.rows && t.tokens == c.tokens);
     compiled = compiled && c.k_groups == 1;
   } else {
-    for (const WgmmaTile& t : kWgmmaTiles) {
+    const std::span<const WgmmaTile> tiles = c.presplit ? std::span<const WgmmaTile>(kTermTiles) : kWgmmaTiles;
+    for (const WgmmaTile& t : tiles) {
       if (t.rows != c.rows || t.k_groups != c.k_groups || t.tokens != c.tokens) continue;
-      if (weight_terms(p.weight) > t.terms) continue;
+      if (weight_terms(weight) > t.terms) continue;
       compiled = true;
       light = t.light();
     }
@@ -183,11 +209,11 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   if (!stream && p.overlapping_x) return "the stream kernel for rows that overlap";
   if (!stream && c.split > ceil_div(p.k, tile_block_k(c.k_groups))) return "a block of k for each CTA of a split";
   const auto smem = [&](int s) {
-    return stream ? stream_smem_bytes(c.rows, c.tokens, p.weight, s, c.split)
-                  : tile_smem_bytes(c.rows, c.k_groups, c.tokens, p.weight, s) +
+    return stream ? stream_smem_bytes(c.rows, c.tokens, weight, s, c.split)
+                  : tile_smem_bytes(c.rows, c.k_groups, c.tokens, weight, s) +
                         (c.sums_apart ? tile_sum_bytes(c.rows, c.tokens, c.split) : 0);
   };
-  const int least = stream ? 1 : tile_block_stages(c.rows, c.k_groups, c.tokens, p.weight);
+  const int least = stream ? 1 : tile_block_stages(c.rows, c.k_groups, c.tokens, weight);
   const int64_t steps = stream ? ceil_div(ceil_div(p.k, kStreamStepK), kStreamWarps * c.split)
                                : ceil_div(ceil_div(p.k, tile_block_k(c.k_groups)), c.split) * least;
   const int limit = stream ? kStreamMaxStages : kTileMaxStages;
@@ -200,7 +226,7 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   if (c.stages > limit || c.smem_bytes > kSmemLimit) return "stages that fit in shared memory";
   if (c.stages < least) return "the stages of a block of k";
   const int sum_bytes = stream || c.sums_apart ? 0 : tile_sum_bytes(c.rows, c.tokens, c.split);
-  if (sum_bytes > c.stages * tile_stage_bytes(c.rows, c.k_groups, c.tokens, p.weight)) {
+  if (sum_bytes > c.stages * tile_stage_bytes(c.rows, c.k_groups, c.tokens, weight)) {
     return "stages that can hold the sums of a split";
   }
   const int64_t token_tiles = ceil_div(p.m, c.tokens);
@@ -216,15 +242,17 @@ inline double estimate(const Problem& p, const Config& c) {
   constexpr double kLoadRate = 118e3, kLoadLatency = 2.0;  // an SM's copies: the bytes in flight arrive in a latency
   constexpr double kMemoryRate = 4.4e6, kClusterRate = 38e3;
   constexpr double kClock = 1.66e3;
+  constexpr double kLoop = 1.39, kPresplitLoop = 1.2;  // a step's cycles over what is counted below
   const bool stream = c.kernel == Kernel::kStream;
-  const int terms = weight_terms(p.weight);
+  const Weight weight = weight_read(p, c);
+  const int terms = weight_terms(weight);
   const double part_k = static_cast<double>(ceil_div(p.k, c.split));
   const double ctas = static_cast<double>(ceil_div(c.ctas, p.resident[c.split]));  // of the busiest SM
   const bool light = shares_sm(c);
-  const double weight_row = static_cast<double>(weight_bytes(p.weight));
+  const double weight_row = static_cast<double>(weight_bytes(weight));
   const double cta_bytes = part_k * (c.rows * weight_row + c.tokens * 2.0);
-  const double fifo_bytes = stream ? kStreamWarps * c.stages * stream_stage_bytes(c.rows, c.tokens, p.weight)
-                                   : c.stages * tile_stage_bytes(c.rows, c.k_groups, c.tokens, p.weight);
+  const double fifo_bytes = stream ? kStreamWarps * c.stages * stream_stage_bytes(c.rows, c.tokens, weight)
+                                   : c.stages * tile_stage_bytes(c.rows, c.k_groups, c.tokens, weight);
   const double in_flight = std::min(cta_bytes, fifo_bytes) * (light ? std::min(ctas, 2.0) : 1.0);
   const double load = ctas * cta_bytes / std::min(kLoadRate, in_flight / kLoadLatency);
   double math;
@@ -237,7 +265,8 @@ inline double estimate(const Problem& p, const Config& c) {
     const int readers = WgmmaTile{c.rows, c.k_groups, c.tokens}.token_groups();  // of a weight
     const double smem =
         (64 * 16 * weight_row * (1 + readers) + c.tokens * 32.0 / (c.rows / 64)) / 128 + terms * c.tokens / 4.0;
-    math = ctas * part_k / 16 * (c.rows / 64) * std::max(tensor, smem) * 1.39 / kClock;
+    math = ctas * part_k / 16 * (c.rows / 64) * (c.presplit ? tensor * kPresplitLoop : std::max(tensor, smem) * kLoop) /
+           kClock;
   }
   const double memory =
       (static_cast<double>(p.n) * p.k * weight_row + static_cast<double>(p.m) * (p.k * 2.0 + p.n * 4.0)) / kMemoryRate;
@@ -258,12 +287,14 @@ inline Config choose(const Problem& p) {
   const auto measured = [&](int terms, Config& c) {
     for (const Measured& row : kMeasured) {
       if (row.n != p.n || row.k != p.k || p.m > row.m_to || row.terms != terms) continue;
+      if (row.presplit && !p.presplit) continue;
       c = {.kernel = row.stream ? Kernel::kStream : Kernel::kTile,
            .rows = row.rows,
            .tokens = row.tokens,
            .k_groups = row.k_groups,
            .split = row.split,
-           .sums_apart = row.sums_apart};
+           .sums_apart = row.sums_apart,
+           .presplit = row.presplit};
       if (complete(p, c, row.stages) != nullptr && complete(p, c) != nullptr) return false;
       // A cluster of more CTAs than a GPU takes, or than are free on a partitioned one.
       return c.split == 1 || c.ctas <= int64_t{p.resident[c.split]} * (shares_sm(c) ? 2 : 1);
@@ -303,6 +334,15 @@ inline Config choose(const Problem& p) {
     if (p.batch_invariant) continue;
     for (const WgmmaTile& t : kWgmmaTiles) {
       consider({.kernel = Kernel::kTile, .rows = t.rows, .tokens = t.tokens, .k_groups = t.k_groups, .split = split});
+    }
+    if (!p.presplit) continue;
+    for (const WgmmaTile& t : kTermTiles) {
+      consider({.kernel = Kernel::kTile,
+                .rows = t.rows,
+                .tokens = t.tokens,
+                .k_groups = t.k_groups,
+                .split = split,
+                .presplit = true});
     }
   }
   check(best_time > 0, where, "problem", "sizes that a kernel takes", text("m ", p.m, ", n ", p.n, ", k ", p.k));

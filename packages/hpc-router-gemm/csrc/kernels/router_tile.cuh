@@ -8,8 +8,7 @@
 //         this one still works.
 // Stages  k = 64 or 32 each: weight rows (fp32: boxes of 32 columns) in the 128-byte swizzle, and token rows in the
 //         swizzle of their width.
-// Rows    lane group g takes row 2 (g % 4) + g / 4 of each 8: with the natural order, rows 0 and 1 of the swizzle would
-//         meet in the same banks. The epilogue undoes it.
+// Weight  fp32 or bf16: read and split by the consumers, as here. Terms in memory: router_tile_terms.cuh.
 // Math    k16 steps. While a step's products run, the weights of the next are split and those after it read. Smaller
 //         terms come first: in each step, or, with three terms, in each group of 4. The tensor core truncates each sum,
 //         so the accumulator is moved to an ordinary fp32 sum, and restarted, every 16 of a consumer's steps for two
@@ -30,16 +29,10 @@
 #include "hpc/wgmma_rs.cuh"
 #include "kernels/router_tile_load.cuh"
 #include "kernels/router_tile_sum.cuh"
+#include "kernels/router_tile_terms.cuh"
 #include "kernels/split.cuh"
 
 namespace hpc::router {
-
-// Descriptor of token rows of 128 or 64 bytes in the swizzle of that width (8 rows are 1,024 or 512 bytes apart).
-template <int StageK>
-__device__ __forceinline__ uint64_t tokens_descriptor(uint32_t smem) {
-  if constexpr (StageK == 64) return wgmma_descriptor(smem);
-  return (uint64_t{2} << 62) | (uint64_t{512 >> 4} << 32) | (uint64_t{1} << 16) | ((smem >> 4) & 0x3FFF);
-}
 
 // The weights of one k16 step of a stage as a lane's A fragment wants them: word i is row half i % 2, k half i / 2.
 template <Weight kWeight>
@@ -75,9 +68,8 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
   constexpr int kSteps = Shape::kStageK / 16 / WK;  // k16 steps of a stage that are this consumer's
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % 4;
-  const int g = lane / 4;
   const int t = lane % 4;
-  const int row = 64 * wm + 16 * warp + 2 * (g % 4) + g / 4;
+  const int row = 64 * wm + 16 * warp + tile_lane_row<false>(lane);
   // This consumer's steps of a stage begin at step wk * kSteps (2 for the second of two).
   const uint32_t lane_offset =
       Shape::kFloat ? wk * (kSteps / 2) * Shape::kHalfBytes + row * 128 + (((t / 2) ^ (row & 7)) << 4) + (t & 1) * 8
@@ -117,7 +109,7 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
   };
   const auto before = [&](int slot) { return slot == 0 ? p.stages - 1 : slot - 1; };
   const uint32_t own_tokens = Shape::kWeightBytes + wn * kTokens * Shape::kStageK * 2 + wk * kSteps * 32;
-  const auto tokens_of = [&](int slot) { return tokens_descriptor<Shape::kStageK>(weights_of(slot) + own_tokens); };
+  const auto tokens_of = [&](int slot) { return stage_descriptor<Shape::kStageK>(weights_of(slot) + own_tokens); };
   // Stages are freed by whole groups of steps.
   constexpr int kFreeSteps = kGroup > kSteps ? kGroup : kSteps;
   const auto release_group = [&](int last_slot) {
@@ -257,8 +249,12 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   pdl_wait();
   pdl_trigger();
   float sum[Shape::kTokens / 2];
-  multiply_tiles<WM, WK, WN, NT, kWeight>(p, group % WM, WK == 1 ? 0 : group / WM, WN == 1 ? 0 : group / WM, memory,
-                                          sum);
+  const int wm = group % WM, wk = WK == 1 ? 0 : group / WM, wn = WN == 1 ? 0 : group / WM;
+  if constexpr (Shape::kSplit) {
+    multiply_terms<WM, WK, WN, NT, kWeight>(p, wm, wk, wn, memory, sum);
+  } else {
+    multiply_tiles<WM, WK, WN, NT, kWeight>(p, wm, wk, wn, memory, sum);
+  }
 
   // Anew: no register holds it during the products.
   int tid;

@@ -6,6 +6,7 @@
 #include "hpc/mbarrier.cuh"
 #include "hpc/pdl.cuh"
 #include "hpc/tma.cuh"
+#include "hpc/wgmma_ss.cuh"
 #include "kernels/params.hpp"
 
 namespace hpc::router {
@@ -15,7 +16,8 @@ constexpr int kTileFillers = 2;  // producer threads, of a warp each
 template <int WM, int WK, int WN, int NT, Weight kWeight>
 struct TileShape {
   static constexpr int kTerms = weight_terms(kWeight);
-  static constexpr bool kFloat = kWeight != Weight::kBf16;
+  static constexpr bool kSplit = weight_is_split(kWeight);
+  static constexpr bool kFloat = kWeight != Weight::kBf16 && !kSplit;
   static constexpr int kRows = 64 * WM;
   static constexpr int kTokens = NT / WN;  // of a consumer
   static constexpr int kConsumers = WM * WK * WN;
@@ -29,12 +31,16 @@ struct TileShape {
   static constexpr bool kShort = kTerms == 3 && kConsumers == 1 && kTokens == 128;
   static constexpr int kPromote = kTerms == 2 ? 8 : kShort ? 2 : 4;
   static constexpr int kGroup = kTerms == 3 ? (kShort ? 2 : 4) : 1;  // k16 steps whose smaller terms come first
-  static constexpr int kBlockK = tile_block_k(WK);                   // 8 k16 steps for each consumer
+  // The same where terms are in memory, in k16 steps.
+  static constexpr int kTermPromote = kTerms == 2 ? 16 : 4;
+  static constexpr int kTermGroup = kTerms == 2 ? 1 : 4;
+  static constexpr int kBlockK = tile_block_k(WK);  // 8 k16 steps for each consumer
   static constexpr int kStageK = tile_stage_k(kRows, WK, NT, kWeight);
   static constexpr int kBlockStages = kBlockK / kStageK;
   static constexpr int kBoxes = kFloat && kStageK == 64 ? 2 : 1;  // of weights in a stage
   static constexpr int kHalfBytes = kRows * 128;                  // one of them
-  static constexpr int kWeightBytes = kHalfBytes * kBoxes;
+  static constexpr int kTermBytes = kRows * kStageK * 2;          // of a term in memory, in a stage
+  static constexpr int kWeightBytes = kSplit ? kTerms * kTermBytes : kHalfBytes * kBoxes;
   static constexpr int kStageBytes = tile_stage_bytes(kRows, WK, NT, kWeight);
   static constexpr int kCopyBytes = kWeightBytes + NT * kStageK * 2;
   static_assert(kStageBytes % 1024 == 0 && kTokens * kStageK * 2 % 512 == 0, "swizzled rows are aligned");
@@ -43,6 +49,13 @@ struct TileShape {
   static constexpr int kAtOnce = 2;
   static constexpr uint32_t kPace = kCopyBytes / 160;
 };
+
+// Descriptor of rows of 128 or 64 bytes in the swizzle of that width (8 rows are 1,024 or 512 bytes apart).
+template <int StageK>
+__device__ __forceinline__ uint64_t stage_descriptor(uint32_t smem) {
+  if constexpr (StageK == 64) return wgmma_descriptor(smem);
+  return (uint64_t{2} << 62) | (uint64_t{512 >> 4} << 32) | (uint64_t{1} << 16) | ((smem >> 4) & 0x3FFF);
+}
 
 __device__ __forceinline__ float2 load_shared_pair(uint32_t smem) {
   float2 v;
@@ -65,6 +78,13 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t smem) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(smem));
   return v;
+}
+
+// The row, of each 8 of its warp's 16, whose products are with a lane. Weights that consumers read are in an order of
+// their own: with the natural one, rows 0 and 1 of the swizzle would meet in the same banks.
+template <bool kNatural>
+__device__ __forceinline__ int tile_lane_row(int lane) {
+  return kNatural ? lane / 4 : 2 * (lane / 4 % 4) + lane / 16;
 }
 
 // Position in a ring of stages.
@@ -123,7 +143,9 @@ struct TileProducer {
     const uint32_t target = memory.stages + slot * Shape::kStageBytes;
     const int k = k0 + i * Shape::kStageK;
     mbarrier_arrive_expect_tx(barrier, Shape::kCopyBytes);
-    if (Shape::kBoxes == 2 && p.weight_columns == 64) {  // the map has chunks of 32 columns, two to a copy
+    if constexpr (Shape::kSplit) {  // a box of all terms
+      tma_load_3d(target, weight_map, barrier, k, row0, 0);
+    } else if (Shape::kBoxes == 2 && p.weight_columns == 64) {  // the map has chunks of 32 columns, two to a copy
       tma_load_3d(target, weight_map, barrier, 0, row0, k / 32);
     } else {
       tma_load_3d(target, weight_map, barrier, k, row0, 0);

@@ -18,10 +18,11 @@ struct TileStore {
   int rows_left;
   bool whole;  // the tile has no row or token outside
 
-  __device__ __forceinline__ TileStore(const TileParams& p, int row0, int rows, int64_t token0, int tokens,
-                                       int thread) {
+  // `lane_row`: of each 8, the row that this thread has.
+  __device__ __forceinline__ TileStore(const TileParams& p, int row0, int rows, int64_t token0, int tokens, int thread,
+                                       int lane_row) {
     const int lane = thread % 32;
-    const int row = row0 + thread / 32 * 16 + 2 * (lane / 4 % 4) + lane / 16;
+    const int row = row0 + thread / 32 * 16 + lane_row;
     const int64_t token = token0 + 2 * (lane % 4);
     stride = p.y_stride;
     y = p.y + token * stride + row;
@@ -98,8 +99,8 @@ struct TileEnd {
 
   __device__ __forceinline__ void finish(float (&sum)[Shape::kTokens / 2]) const {
     if constexpr (WK == 2) exchange_groups(sum);
-    const TileStore store(p, blockIdx.y * Shape::kRows, Shape::kRows, static_cast<int64_t>(blockIdx.z) * NT, NT,
-                          thread);
+    const TileStore store(p, blockIdx.y * Shape::kRows, Shape::kRows, static_cast<int64_t>(blockIdx.z) * NT, NT, thread,
+                          tile_lane_row<Shape::kSplit>(thread % 32));
     if (p.split == 1) {
       const auto store_all = [&] {
 #pragma unroll

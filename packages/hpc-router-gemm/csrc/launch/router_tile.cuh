@@ -2,6 +2,7 @@
 // parallel.
 #pragma once
 
+#include <array>
 #include <utility>
 
 #include "hpc/launch.hpp"
@@ -29,9 +30,16 @@ using TileLauncher = void (*)(const TileParams&, const CUtensorMap&, const CUten
 // The launcher of a compiled tile, or null.
 template <Weight kWeight>
 TileLauncher tile_launcher(const Config& config) {
+  static constexpr auto kTiles = [] {
+    if constexpr (weight_is_split(kWeight)) {
+      return std::to_array(kTermTiles);
+    } else {
+      return std::to_array(kWgmmaTiles);
+    }
+  }();
   TileLauncher found = nullptr;
   const auto match = [&]<size_t kIndex>() {
-    constexpr WgmmaTile kTile = kWgmmaTiles[kIndex];
+    constexpr WgmmaTile kTile = kTiles[kIndex];
     if constexpr (weight_terms(kWeight) <= kTile.terms) {
       if (kTile.rows == config.rows && kTile.k_groups == config.k_groups && kTile.tokens == config.tokens) {
         found = launch_wgmma_tile<kWeight, kTile.rows / 64, kTile.k_groups, kTile.token_groups(), kTile.tokens>;
@@ -40,11 +48,12 @@ TileLauncher tile_launcher(const Config& config) {
   };
   [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
     (match.template operator()<kIndex>(), ...);
-  }(std::make_index_sequence<std::size(kWgmmaTiles)>());
+  }(std::make_index_sequence<kTiles.size()>());
   return found;
 }
 
 // The weight as boxes of 128 bytes x rows. With `paired` the map has chunks of 32 columns and a box has two of them.
+// Terms in memory: boxes of a stage's columns, rows and all terms.
 template <Weight kWeight>
 CUtensorMap weight_tensor_map(const Gemm& gemm, const Config& config, bool paired) {
   constexpr uint64_t kBytes = weight_bytes(kWeight);
@@ -54,6 +63,13 @@ CUtensorMap weight_tensor_map(const Gemm& gemm, const Config& config, bool paire
   // A tensor of one row may have any stride: it is not used.
   const uint64_t stride = n > 1 ? static_cast<uint64_t>(gemm.weight_stride) * kBytes : (k * kBytes + 15) / 16 * 16;
   TensorMapSpec<3> spec;
+  if constexpr (weight_is_split(kWeight)) {
+    constexpr auto kTerms = static_cast<uint32_t>(weight_terms(kWeight));
+    const auto stage_k = static_cast<uint32_t>(tile_stage_k(config.rows, config.k_groups, config.tokens, kWeight));
+    spec = {{k, n, kTerms}, {k * 2, n * k * 2}, {stage_k, rows, kTerms}};
+    return make_tensor_map<3>("weight", gemm.weight, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, spec,
+                              stage_k == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
+  }
   if (paired) {
     spec = {{32, n, k / 32}, {stride, 128}, {32, rows, 2}};
   } else {
@@ -71,7 +87,7 @@ constexpr int64_t kPrefetchCtas = 264;
 template <Weight kWeight>
 void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
   const int stage_k = tile_stage_k(config.rows, config.k_groups, config.tokens, kWeight);
-  const bool paired = kWeight != Weight::kBf16 && stage_k == 64 && gemm.k % 32 == 0;
+  const bool paired = kWeight != Weight::kBf16 && !weight_is_split(kWeight) && stage_k == 64 && gemm.k % 32 == 0;
   const int k_blocks = static_cast<int>(ceil_div(gemm.k, tile_block_k(config.k_groups)));
   TileParams params;
   params.y = gemm.y;

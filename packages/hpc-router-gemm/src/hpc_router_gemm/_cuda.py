@@ -12,6 +12,7 @@ def _stream(device: torch.device) -> int:
 def scores(
     x: torch.Tensor,
     weight: torch.Tensor,
+    split: torch.Tensor | None,
     terms: int,
     batch_invariant: bool,
     prefetch: bool,
@@ -20,14 +21,16 @@ def scores(
 ) -> None:
     """x [M, K] bf16 times weight [N, K] (fp32 or bf16) transposed to out [M, N] fp32, M >= 1.
 
+    split: bf16 [terms, N, K], contiguous, the terms of that weight: a kernel may read them rather than the weight.
     prefetch: the weight is not written by the work just before, so it may be read before that has ended.
     config: replaces the chosen Config, for tuning and tests.
     """
     if config is None and not batch_invariant and weight.dtype == torch.float32:
-        config = tuned.config_of(x.device, x.shape[0], weight.shape[0], x.shape[1], terms)
+        config = tuned.config_of(x.device, x.shape[0], weight.shape[0], x.shape[1], terms, split is not None)
     _C.router_gemm(
         x.data_ptr(),
         weight.data_ptr(),
+        0 if split is None else split.data_ptr(),
         out.data_ptr(),
         x.shape[0],
         weight.shape[0],
@@ -48,14 +51,15 @@ def scores(
 def router_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
+    split: torch.Tensor | None,
     terms: int,
     batch_invariant: bool,
     weight_updated: bool,
     out: torch.Tensor,
     config: "_C.Config | None" = None,
 ) -> None:
-    """Scores with a RouterWeight's weight; config forces a Config, for tuning and tests."""
-    scores(x, weight, terms, batch_invariant, not weight_updated, out, config)
+    """Scores with a RouterWeight's weight and split; config forces a Config, for tuning and tests."""
+    scores(x, weight, split, terms, batch_invariant, not weight_updated, out, config)
 
 
 def _cublas(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -72,12 +76,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, terms: int, out: torch.Tensor)
     """Scores with a weight of somebody else's, who may have written it just before."""
     if weight.dtype == torch.float32 and tuned.linear_uses_cublas(x.device, x.shape[0], *weight.shape):
         return _cublas(x, weight, out)
-    scores(x, weight, terms, False, False, out)
+    scores(x, weight, None, terms, False, False, out)
 
 
 def route(
     x: torch.Tensor,
     weight: torch.Tensor,
+    split: torch.Tensor | None,
     terms: int,
     k: int,
     scoring: str,
@@ -92,7 +97,7 @@ def route(
 ) -> None:
     """Scores to scratch of this call, then the choice of experts: two kernels, chained."""
     scratch = x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
-    scores(x, weight, terms, False, not weight_updated, scratch)
+    scores(x, weight, split, terms, False, not weight_updated, scratch)
     _C.topk(
         scratch.data_ptr(),
         0 if bias is None else bias.data_ptr(),

@@ -10,11 +10,13 @@ from .weight import RouterWeight
 _WHERE = "hpc_router_gemm.router_gemm"
 _OP = "hpc_router_gemm::router_gemm"
 
+# split: RouterWeight.split, for kernels that read it rather than the weight.
 # weight_updated: the weight may have been written by the work just before this call (RouterWeight.updated), so a
 # kernel must not load it ahead of its predecessor's end.
 torch.library.define(
     _OP,
-    "(Tensor x, Tensor weight, int terms, bool batch_invariant, bool weight_updated, Tensor(a!) out) -> ()",
+    "(Tensor x, Tensor weight, Tensor? split, int terms, bool batch_invariant, bool weight_updated, Tensor(a!) out)"
+    " -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -24,6 +26,7 @@ torch.library.define(
 def _router_gemm_cpu(
     x: torch.Tensor,
     weight: torch.Tensor,
+    split: torch.Tensor | None,
     terms: int,
     batch_invariant: bool,  # always so on a CPU
     weight_updated: bool,
@@ -38,6 +41,7 @@ def _router_gemm_cpu(
 def _router_gemm_cuda(
     x: torch.Tensor,
     weight: torch.Tensor,
+    split: torch.Tensor | None,
     terms: int,
     batch_invariant: bool,
     weight_updated: bool,
@@ -47,11 +51,11 @@ def _router_gemm_cuda(
     from . import _cuda
 
     if x.shape[0]:
-        _cuda.router_gemm(x, weight, terms, batch_invariant, weight_updated, out)
+        _cuda.router_gemm(x, weight, split, terms, batch_invariant, weight_updated, out)
 
 
 @torch.library.register_fake(_OP)
-def _router_gemm_fake(x, weight, terms, batch_invariant, weight_updated, out) -> None:
+def _router_gemm_fake(x, weight, split, terms, batch_invariant, weight_updated, out) -> None:
     return None
 
 
@@ -94,5 +98,5 @@ def router_gemm(
         out = x.new_empty((x.shape[0], w.weight.shape[0]), dtype=torch.float32)
     else:
         check_out(_WHERE, out, x, w.weight.shape[0])
-    torch.ops.hpc_router_gemm.router_gemm(x, w.weight, w.terms, batch_invariant, w.take_updated(), out)
+    torch.ops.hpc_router_gemm.router_gemm(x, w.weight, w.split, w.terms, batch_invariant, w.take_updated(), out)
     return out

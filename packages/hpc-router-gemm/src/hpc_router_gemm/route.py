@@ -12,8 +12,8 @@ _OP = "hpc_router_gemm::route"
 
 torch.library.define(
     _OP,
-    "(Tensor x, Tensor weight, int terms, int k, str scoring, Tensor? bias, int num_groups, int topk_groups, "
-    "bool renormalize, float scale, bool weight_updated, Tensor(a!) ids, Tensor(b!) weights) -> ()",
+    "(Tensor x, Tensor weight, Tensor? split, int terms, int k, str scoring, Tensor? bias, int num_groups, "
+    "int topk_groups, bool renormalize, float scale, bool weight_updated, Tensor(a!) ids, Tensor(b!) weights) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -23,6 +23,7 @@ torch.library.define(
 def _route_cpu(
     x: torch.Tensor,
     weight: torch.Tensor,
+    split: torch.Tensor | None,
     terms: int,
     k: int,
     scoring: str,
@@ -46,6 +47,7 @@ def _route_cpu(
 def _route_cuda(
     x: torch.Tensor,
     weight: torch.Tensor,
+    split: torch.Tensor | None,
     terms: int,
     k: int,
     scoring: str,
@@ -65,6 +67,7 @@ def _route_cuda(
         _cuda.route(
             x,
             weight,
+            split,
             terms,
             k,
             scoring,
@@ -83,6 +86,7 @@ def _route_cuda(
 def _route_fake(
     x,
     weight,
+    split,
     terms,
     k,
     scoring,
@@ -140,6 +144,7 @@ def route(
     torch.ops.hpc_router_gemm.route(
         x,
         w.weight,
+        w.split,
         w.terms,
         k,
         scoring,

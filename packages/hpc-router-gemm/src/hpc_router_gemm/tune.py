@@ -11,6 +11,7 @@ from hpc_common.timing import Candidate, Row, buffer_sets, measure, results
 
 from . import _C
 from .tuned import CONFIG_FIELDS
+from .weight import RouterWeight
 
 SIZES = ((192, 4096), (384, 3072), (768, 6144))
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -18,10 +19,12 @@ _MAX_SETS = 48
 _LIGHT_SMEM = 113 * 1024  # of a CTA where two share an SM: more stages than fit need to be tried by hand
 
 
-def candidate_configs(m: int, n: int, k: int, terms: int, count: int) -> list["_C.Config"]:
+def candidate_configs(m: int, n: int, k: int, terms: int, count: int, presplit: bool = False) -> list["_C.Config"]:
     """The chosen Config first, then up to ``count`` - 1 others by the model's estimate.
 
-    At most five have the same tile and place for the sums.
+    presplit: the weight's terms are in memory, and Configs that read them are among the candidates.
+
+    At most five have the same tile, form of the weight and place for the sums.
     """
     stream = [
         {"kernel": "stream", "rows": r, "tokens": t, "split": s}
@@ -36,8 +39,10 @@ def candidate_configs(m: int, n: int, k: int, terms: int, count: int) -> list["_
             "tokens": t,
             "split": s,
             "sums_apart": apart,
+            "presplit": split,
         }
-        for (r, g, t), s, apart in itertools.product(_C.WGMMA_TILES, (*range(1, 9), 16), (False, True))
+        for split, tiles in ((False, _C.WGMMA_TILES), (True, _C.TERM_TILES if presplit else []))
+        for (r, g, t), s, apart in itertools.product(tiles, (*range(1, 9), 16), (False, True))
         if t <= max(32, 2 * m) and m >= 16
     ]
     found: dict[str, tuple[float, _C.Config]] = {}
@@ -48,10 +53,10 @@ def candidate_configs(m: int, n: int, k: int, terms: int, count: int) -> list["_
             continue
         if stages == 0 or config.smem_bytes > _LIGHT_SMEM:
             found[repr(config)] = (_C.estimate_us(config, m=m, n=n, k=k, terms=terms), config)
-    chosen = _C.choose_config(m=m, n=n, k=k, terms=terms)
+    chosen = _C.choose_config(m=m, n=n, k=k, terms=terms, presplit=presplit)
     result, per_tile = [chosen], {}
     for name, (_, config) in sorted(found.items(), key=lambda item: item[1][0]):
-        tile_name = (config.kernel, config.rows, config.tokens, config.k_groups, config.sums_apart)
+        tile_name = (config.kernel, config.rows, config.tokens, config.k_groups, config.sums_apart, config.presplit)
         per_tile[tile_name] = per_tile.get(tile_name, 0) + 1
         if name != repr(chosen) and per_tile[tile_name] <= 5 and len(result) < count:
             result.append(config)
@@ -63,31 +68,36 @@ def _cublas(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _times(m: int, n: int, k: int, count: int, device: torch.device, timer: Callable[..., list[Row]]) -> dict[str, Any]:
-    """The fastest Config for two terms and for three (linear), their times, and cuBLAS's."""
+    """The fastest Config for two terms and for three, and for three of linear; two of their times, and cuBLAS's."""
     from . import _cuda
 
     sets = buffer_sets(4 * n * k + 2 * m * k + 4 * m * n, _MAX_SETS)
     xs = [torch.randn(m, k, device=device).to(torch.bfloat16) for _ in range(sets)]
-    weights = [torch.randn(n, k, device=device) for _ in range(sets)]
+    weights = [RouterWeight(torch.randn(n, k, device=device), terms=3) for _ in range(sets)]
     out = torch.empty(m, n, device=device)
     pairs = list(zip(xs, weights, strict=True))
     case = f"{n}x{k} m={m}"
 
-    def ours(config: "_C.Config", terms: int, early: bool) -> list[Callable[[], None]]:
-        return [lambda x=x, w=w: _cuda.scores(x, w, terms, False, early, out, config) for x, w in pairs]
+    def ours(config: "_C.Config", terms: int, owned: bool) -> list[Callable[[], None]]:
+        splits = [w.presplit()[:terms] if owned else None for w in weights]
+        return [
+            lambda x=x, w=w, split=split: _cuda.scores(x, w.weight, split, terms, False, owned, out, config)
+            for (x, w), split in zip(pairs, splits, strict=True)
+        ]
 
-    def fastest(op: str, terms: int, early: bool) -> tuple[float, dict[str, Any]]:
-        configs = candidate_configs(m, n, k, terms, count)
-        rows = timer([Candidate(op, case, repr(c), ours(c, terms, early)) for c in configs], rounds=5, device=device)
+    def fastest(op: str, terms: int, owned: bool) -> tuple[float, dict[str, Any]]:
+        configs = candidate_configs(m, n, k, terms, count, presplit=owned)
+        rows = timer([Candidate(op, case, repr(c), ours(c, terms, owned)) for c in configs], rounds=5, device=device)
         us, best = min(((row.us, i) for i, row in enumerate(rows)), key=lambda pair: pair[0])
         return us, {name: getattr(configs[best], name) for name in CONFIG_FIELDS}
 
     us, config = fastest("router-2", 2, True)
+    _, owned_three = fastest("router-3", 3, True)
     linear_us, three = fastest("linear-3", 3, False)
-    calls = [lambda x=x, w=w: _cublas(x, w) for x, w in pairs]
+    calls = [lambda x=x, w=w: _cublas(x, w.weight) for x, w in pairs]
     cublas_us = timer([Candidate("linear-3", case, "cuBLAS fp32", calls)], rounds=5, device=device)[0].us
     times = {"us": round(us, 3), "linear_us": round(linear_us, 3), "cublas_us": round(cublas_us, 3)}
-    return {"n": n, "k": k, "m_to": m, **config, "three": three, **times}
+    return {"n": n, "k": k, "m_to": m, **config, "owned_three": owned_three, "three": three, **times}
 
 
 def tune(

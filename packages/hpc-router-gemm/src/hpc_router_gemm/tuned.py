@@ -20,7 +20,7 @@ from . import _C
 ENVIRONMENT = "HPC_ROUTER_TUNED"
 _WHERE = f"hpc_router_gemm: {ENVIRONMENT}"
 _CONFIG_FIELDS = ("kernel", "rows", "tokens", "k_groups", "split", "stages")
-CONFIG_FIELDS = (*_CONFIG_FIELDS, "sums_apart")
+CONFIG_FIELDS = (*_CONFIG_FIELDS, "sums_apart", "presplit")
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class Choice:
     """What was fastest for up to ``m_to`` tokens (and more than the row before it has).
 
     config: fields of ``_C.make_config`` for two terms; config_three: for three, None in older tables, where config
-    serves. us, linear_us, cublas_us: microseconds a call of router_gemm with two terms, of linear with three, and of
-    cuBLAS fp32 with the cast of the activations.
+    serves; config_owned_three: for three of a RouterWeight, None in older tables, where config_three serves. us,
+    linear_us, cublas_us: microseconds a call of router_gemm with two terms, of linear with three, and of cuBLAS fp32
+    with the cast of the activations.
     """
 
     m_to: int
@@ -38,6 +39,14 @@ class Choice:
     linear_us: float
     cublas_us: float
     config_three: Mapping[str, Any] | None = None
+    config_owned_three: Mapping[str, Any] | None = None
+
+    def fields(self, terms: int, presplit: bool) -> Mapping[str, Any] | None:
+        """Fields of the Config for that number of terms; None where it needs the terms in memory and has them not."""
+        found = self.config
+        if terms == 3:
+            found = (self.config_owned_three if presplit else None) or self.config_three or found
+        return None if found["presplit"] and not presplit else found
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ CROSSOVERS: dict[str, tuple[str, dict[tuple[int, int], tuple[tuple[int, int], ..
 
 
 def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    older = {"sums_apart": False}
+    older = {"sums_apart": False, "presplit": False}
     return {name: row[name] for name in _CONFIG_FIELDS} | older | {name: row[name] for name in older if name in row}
 
 
@@ -82,12 +91,13 @@ def _row(path: pathlib.Path, row: Any) -> tuple[tuple[int, int], Choice]:
     try:
         size = int(row["n"]), int(row["k"])
         config = _fields(row)
-        three = _fields(row["three"]) if "three" in row else None
+        three, owned_three = (_fields(row[name]) if name in row else None for name in ("three", "owned_three"))
         times = {name: float(row[name]) for name in ("us", "linear_us", "cublas_us")}
         _C.make_config(m=int(row["m_to"]), n=size[0], k=size[1], terms=2, **config)
-        if three is not None:
-            _C.make_config(m=int(row["m_to"]), n=size[0], k=size[1], terms=3, **three)
-        return size, Choice(int(row["m_to"]), config, **times, config_three=three)
+        for fields in (three, owned_three):
+            if fields is not None:
+                _C.make_config(m=int(row["m_to"]), n=size[0], k=size[1], terms=3, **fields)
+        return size, Choice(int(row["m_to"]), config, **times, config_three=three, config_owned_three=owned_three)
     except (KeyError, TypeError, ValueError) as error:
         fail(_WHERE, str(path), "a table that hpc tune router wrote", f"the row {row!r} ({error})")
 
@@ -124,14 +134,14 @@ def of_device(name: str) -> Tuned | None:
 
 
 @lru_cache(maxsize=4096)
-def _config(name: str, m: int, n: int, k: int, terms: int) -> "_C.Config | None":
+def _config(name: str, m: int, n: int, k: int, terms: int, presplit: bool) -> "_C.Config | None":
     table = of_device(name)
     choice = None if table is None else table.choice(m, n, k)
-    if choice is None:
+    fields = None if choice is None else choice.fields(terms, presplit)
+    if fields is None:
         return None
-    three = terms == 3 and choice.config_three is not None
     try:
-        return _C.make_config(m=m, n=n, k=k, terms=terms, **(choice.config_three if three else choice.config))
+        return _C.make_config(m=m, n=n, k=k, terms=terms, **fields)
     except ValueError:  # its stages don't fit with other terms, say
         return None
 
@@ -141,11 +151,14 @@ def _device_name(index: int) -> str:
     return torch.cuda.get_device_name(index)
 
 
-def config_of(device: torch.device, m: int, n: int, k: int, terms: int) -> "_C.Config | None":
-    """The tuned Config for fp32 weights, or None where csrc/config is to choose. One token or more."""
+def config_of(device: torch.device, m: int, n: int, k: int, terms: int, presplit: bool = False) -> "_C.Config | None":
+    """The tuned Config for fp32 weights, or None where csrc/config is to choose. One token or more.
+
+    presplit: the weight's terms are in memory too.
+    """
     if _of_environment() is None:
         return None
-    return _config(_device_name(device.index), m, n, k, terms)
+    return _config(_device_name(device.index), m, n, k, terms, presplit)
 
 
 def cublas_is_faster(name: str, m: int, n: int, k: int) -> bool:

@@ -36,6 +36,8 @@ class RouterWeight:
         weight: contiguous fp32 or bf16 [N, K], a copy of what was given. Its address never changes, so ``update_``
             reaches CUDA graphs captured before it. Write to it through ``update_`` only.
         terms: bf16 terms a score is summed over: 1 to 3 for an fp32 weight, always 1 for a bf16 one.
+        split: bf16 [terms, N, K], the terms for kernels that read them rather than fp32. An fp32 weight on a GPU has it
+            from the start for two or three terms; else None unless ``presplit`` was called. ``update_`` writes it too.
         updated: host flag, set by construction and ``update_``, cleared by the next call that uses the weight. A
             kernel launched with PDL may load weights before it waits for its predecessor, except where that
             predecessor may be the update: the call that finds the flag set waits first.
@@ -54,7 +56,9 @@ class RouterWeight:
             self.weight = weight.new_empty(weight.shape).copy_(weight)
         self.terms = terms if weight.dtype == torch.float32 else 1
         self.updated = True
-        self._split: torch.Tensor | None = None
+        self.split: torch.Tensor | None = None
+        if self.weight.is_cuda and self.terms > 1:
+            self.presplit()
 
     @property
     def num_experts(self) -> int:
@@ -69,7 +73,7 @@ class RouterWeight:
     def update_(self, new: torch.Tensor) -> "RouterWeight":
         """Copy ``new`` (shape, dtype and device of the weight) into the memory the operators read; returns self.
 
-        Runs on the current stream, without an allocation unless ``presplit`` was called, and can be captured.
+        Runs on the current stream and can be captured; where there is a ``split``, it takes scratch of its size.
         Raises TypeError for another dtype, ValueError for another shape or device.
         """
         where = "hpc_router_gemm.RouterWeight.update_"
@@ -79,21 +83,18 @@ class RouterWeight:
         check_same_device(where, "new", new, self.weight.device, "weight")
         with torch.no_grad():
             self.weight.copy_(new)
-            if self._split is not None:
-                self._fill_split(self._split)
+            if self.split is not None:
+                self._fill_split(self.split)
         self.updated = True
         return self
 
     def presplit(self) -> torch.Tensor:
-        """The terms as one bf16 tensor [terms, N, K], largest first, for a kernel that reads them rather than fp32.
-
-        Made on the first call and kept in step, in place, by ``update_``.
-        """
-        if self._split is None:
-            with torch.inference_mode(False):
-                self._split = self.weight.new_empty((self.terms, *self.weight.shape), dtype=torch.bfloat16)
-            self._fill_split(self._split)
-        return self._split
+        """``split``, made now where there was none."""
+        if self.split is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.split = self.weight.new_empty((self.terms, *self.weight.shape), dtype=torch.bfloat16)
+                self._fill_split(self.split)
+        return self.split
 
     def _fill_split(self, target: torch.Tensor) -> None:
         for destination, term in zip(target, split_terms(self.weight, self.terms), strict=True):
