@@ -100,6 +100,9 @@ class DecodeWorker {
     bool listed = false;  // the list of pieces is there
     bool unread = false;  // the current piece's query is still to be read
     bool known = false;   // the first piece is known without the list
+    // Whether a team asks for keys as soon as those before them have been read. Not where row groups get the same
+    // slices from L2: there it waits for its own instructions.
+    const bool early_keys = p_.row_groups == 1;
     typename Feed::Slice following;
     if (kQuickStart && feed.take(lead, cta, piece_)) {
       known = true;
@@ -179,10 +182,19 @@ class DecodeWorker {
           load_rows(index, true);
           unread = false;
         }
-        own_.attend(slice * Row::kUnit, ring);
+        if constexpr (kTeams) {
+          own_.attend(slice * Row::kUnit, ring, early_keys, [&] { feed.push_keys(ring); });
+        } else {
+          own_.attend(slice * Row::kUnit, ring);
+        }
         slice += piece_.step();
       }
-      feed.push(ring);
+      if (kTeams) {
+        if (step < kStages || !early_keys) feed.push_keys(ring);
+        feed.push_values(ring);
+      } else {
+        feed.push(ring);
+      }
       chores |= feed.ended();
       ring.advance();
       ++step;

@@ -8,6 +8,7 @@
 
 #include "../config/decode.hpp"
 #include "decode_query.cuh"
+#include "decode_slice.cuh"
 #include "hpc/fifo.cuh"
 #include "hpc/mbarrier.cuh"
 
@@ -201,54 +202,6 @@ class PieceList {
   Known added_ = {};
 };
 
-// A slice in shared memory: rows of keys, then rows of values, each row its bytes in global memory. Every
-// 128-byte line is filled by neighbouring lanes from neighbouring addresses. Inside a line the 16-byte columns are
-// exchanged by an XOR with a function of the row, so that neither the filling nor the reading of fragments meets a bank
-// twice:
-//   keys   lane (g, t) reads columns t + 4 j of rows g and g + 8 of 16         XOR 4 (row mod 2)
-//   values lane (g, t) reads column g of rows 2t, 2t + 1, 2t + 8, 2t + 9 of 16 XOR 2 (row / 2 mod 4)
-// (Rows of 64 bytes lie two in a line; keys then need no exchange, and a lane reads 8 bytes of values.)
-template <KvKind kKind, int kDim, int kTokensOfSlice>
-struct SliceLayout {
-  static constexpr int kTokens = kTokensOfSlice;
-  static constexpr int kElementBytes = kv_bytes(kKind);
-  static constexpr int kRowBytes = kDim * kElementBytes;
-  static constexpr int kValuesAt = kTokens * kRowBytes;
-  static constexpr int kSlotBytes = 2 * kValuesAt;
-  // Filling: instruction i takes rows i * kRows + lane / kLanes, 16 bytes a lane.
-  static constexpr int kLanes = kRowBytes / 16;
-  static constexpr int kRows = 32 / kLanes;
-  static constexpr int kFills = kTokens / kRows;
-  // Reading.
-  static constexpr int kKeyChunks = kRowBytes / 64;
-  static constexpr int kValueChunkBytes = kRowBytes / 8 < 16 ? kRowBytes / 8 : 16;
-  static constexpr int kValueChunks = kRowBytes / 8 / kValueChunkBytes;
-  static constexpr int kValueElements = kValueChunkBytes / kElementBytes;  // of a chunk
-
-  // Where a lane's 16 bytes of instruction i go: fill_of(at, i), `at` being fill_from(lane) plus the beginning of the
-  // keys or the values, a multiple of 128 bytes. So an instruction's place costs no arithmetic of its own.
-  static __device__ __forceinline__ uint32_t fill_from(bool values, uint32_t lane) {
-    const uint32_t own = lane / kLanes;  // row of the instruction: row = i * kRows + own, the sum never carries
-    return (lane * 16) ^ 16 * (values ? 2 * (own / 2 % 4) : (kRowBytes > 64 ? 4 * (own % 2) : 0));
-  }
-  static __device__ __forceinline__ uint32_t fill_of(bool values, uint32_t from, int i) {
-    return (from ^ 16 * (values ? 2 * (i * kRows / 2 % 4) : (kRowBytes > 64 ? 4 * (i * kRows % 2) : 0))) + i * 512;
-  }
-  // Where a lane reads keys of row g in 16-byte column t + 4 * chunk; row g + 8 lies 8 rows on.
-  static __device__ __forceinline__ uint32_t key_at(int chunk, int32_t g, int32_t t) {
-    const uint32_t at = g * kRowBytes + 16 * t + (kRowBytes > 64 ? 64 * (g & 1) : 0);
-    return (at ^ (64 * (chunk & 1))) + 128 * (chunk / 2);
-  }
-  // Where a lane reads its chunk of row 2t + odd; rows 2t + 8 and 2t + 9 lie 8 rows on.
-  static __device__ __forceinline__ uint32_t value_at(int chunk, int odd, int32_t g, int32_t t) {
-    if constexpr (kRowBytes == 64) {
-      return (t * 128 + 16 * ((g >> 1) ^ (2 * t)) + 8 * (g & 1)) ^ (64 * odd);
-    } else {
-      return 2 * t * kRowBytes + 16 * (g ^ (2 * t)) + odd * kRowBytes + 128 * chunk;
-    }
-  }
-};
-
 // One warp's copies: its slices of all pieces in the list, one after the other; of a team's slice its own tokens.
 template <KvKind kKind, int kDim, int kRowTiles, int kStages>
 class Feed {
@@ -393,15 +346,7 @@ class Feed {
   // next one.
   __device__ __forceinline__ void push(const Ring& ring) {
     if (index_ < count_) {
-      const int32_t where = __shfl_sync(kAllLanes, where_, index_);
-      token_ = first_token(where);
-      if (!kSolos || listed_) {
-        const Row& piece = pieces_[where];
-        low_ = piece.low;
-        high_ = piece.high;
-        limit_ = piece.limit;
-        kv_head_ = piece.kv_head;
-      }
+      look_up();
       if (log_ids_ == 0) {
         push_page(ring);
       } else {
@@ -414,9 +359,59 @@ class Feed {
     cp_async_commit();
   }
 
+  // The same in two groups: keys, then values.
+  __device__ __forceinline__ void push_keys(const Ring& ring) {
+    if (index_ < count_) {
+      look_up();
+      push_half<false>(p_.k, ring.at() + own_ * Layout::kRowBytes);
+    }
+    cp_async_commit();
+  }
+  __device__ __forceinline__ void push_values(const Ring& ring) {
+    if (index_ < count_) {
+      look_up();
+      push_half<true>(p_.v, ring.at() + own_ * Layout::kRowBytes + Layout::kValuesAt);
+      if (p_.per_token_scale) push_scales(ring);
+      ++index_;
+    }
+    cp_async_commit();
+  }
+
  private:
   static constexpr int kTokens = Layout::kTokens, kOwn = kTokens / kShare;  // of a slice; of them this warp's
   static constexpr int kFills = Layout::kFills / kShare;
+
+  // Of the current slice: first token, and what is seen of it.
+  __device__ __forceinline__ void look_up() {
+    const int32_t where = __shfl_sync(kAllLanes, where_, index_);
+    token_ = first_token(where);
+    if (!kSolos || listed_) {
+      const Row& piece = pieces_[where];
+      low_ = piece.low;
+      high_ = piece.high;
+      limit_ = piece.limit;
+      kv_head_ = piece.kv_head;
+    }
+  }
+
+  // Keys or values of the current slice.
+  template <bool kValues>
+  __device__ __forceinline__ void push_half(const CacheView& cache, uint32_t shared) {
+    if (log_ids_ > 0) return push_rows<kValues>(cache, shared);
+    const uint32_t lane = fresh_lane(), to = shared + Layout::fill_from(kValues, lane);
+    const char* from = first_row(cache, page(), token_);
+    const int64_t step = static_cast<int64_t>(cache.token_stride) * (16 * Layout::kRows);
+    if (token_ >= low_ && token_ + kOwn <= limit()) {
+#pragma unroll
+      for (int i = 0; i < kFills; ++i, from += step) cp_async16(Layout::fill_of(kValues, to, i), from);
+    } else {
+      const int32_t token = token_ + static_cast<int32_t>(lane / Layout::kLanes);
+#pragma unroll
+      for (int i = 0; i < kFills; ++i, from += step) {
+        cp_async16(Layout::fill_of(kValues, to, i), from, visible(token + i * Layout::kRows) ? 16 : 0);
+      }
+    }
+  }
 
   // A slice that lies in one page.
   __device__ __forceinline__ void push_page(const Ring& ring) {
@@ -441,12 +436,17 @@ class Feed {
     }
   }
 
-  // The current slice, which begins with `token`.
+  // The current slice, which begins with `token`, where it lies in one page.
   __device__ __forceinline__ Slice slice_at(int32_t token) const {
-    const uint32_t lane = fresh_lane();
-    const uint32_t page = __shfl_sync(kAllLanes, ids_[0], index_);
-    const uint32_t inside = (static_cast<uint32_t>(token) & ((1u << p_.page_shift) - 1)) + lane / Layout::kLanes;
-    return {address(p_.k, page, inside, lane), address(p_.v, page, inside, lane)};
+    const uint32_t id = page();
+    return {first_row(p_.k, id, token), first_row(p_.v, id, token)};
+  }
+  __device__ __forceinline__ uint32_t page() const { return __shfl_sync(kAllLanes, ids_[0], index_); }
+
+  // This lane's first row of a slice that begins with `token`.
+  __device__ __forceinline__ const char* first_row(const CacheView& cache, uint32_t page, int32_t token) const {
+    const uint32_t lane = fresh_lane(), first = static_cast<uint32_t>(token) & ((1u << p_.page_shift) - 1);
+    return address(cache, page, first + lane / Layout::kLanes, lane);
   }
 
   // Copies a slice all of whose tokens are seen. k, v: where this lane's first rows lie.

@@ -63,10 +63,20 @@ struct TeamAttention {
     }
   }
 
-  // One slice: the whole team together. The slice has been read by all of it when it returns.
-  __device__ __forceinline__ void attend(int32_t token, const Ring& ring) {
+  // One slice: the whole team together. The slice has been read by all of it when it returns. Where keys are `early`,
+  // ask_for_keys() is called as soon as this warp's have been read.
+  template <typename AskForKeys>
+  __device__ __forceinline__ void attend(int32_t token, const Ring& ring, bool early, const AskForKeys& ask_for_keys) {
+    constexpr int kPending = 2 * kStages - 1;  // groups of copies: keys, values, keys, ...
+    const auto wait_for_values = [&] {
+      if (early) {
+        cp_async_wait<kPending>();
+      } else {
+        cp_async_wait<kPending - 1>();
+      }
+    };
     float scores[kBlocks][kRowTiles][4];
-    cp_async_wait<kStages - 1>();
+    cp_async_wait<kPending>();
     __syncwarp();
     float factors[kRowTiles][2];  // of the scores, as long as these are not multiplied by them
     const auto read_factors = [&] {
@@ -77,7 +87,7 @@ struct TeamAttention {
       }
     };
     if (kFp8) read_factors();  // (bf16 has no registers for them so early)
-    score(ring, scores);
+    score(ring, scores, early, ask_for_keys);
     if (!kFp8) read_factors();
     const bool masked = token + kTokens > min(end_, limit_) || token < all_from_;
     if (masked || p_.softcap > 0.0f || p_.per_token_scale) {
@@ -90,13 +100,18 @@ struct TeamAttention {
         }
         factors[n][0] = factors[n][1] = 1.0f;
       }
-      if (p_.per_token_scale) scale_tokens(ring, scores);
+      if (p_.per_token_scale) {
+        wait_for_values();  // scales come with them
+        __syncwarp();
+        scale_tokens(ring, scores);
+      }
       if (p_.softcap > 0.0f) cap(scores);
       if (masked) mask(token + kOwn * part_, scores);
     }
 
     float sums[2 * kRowTiles];
     const bool above = weigh(scores, factors, sums);
+    wait_for_values();
     if (named_barrier_any(1 + team_, kTeamThreads, above)) {
       raise_references(scores, factors);
       weigh(scores, factors, sums);
@@ -110,7 +125,9 @@ struct TeamAttention {
 
   // scores = K Q^T of this warp's tokens, in the layout of accumulators: tokens g and g + 8 of each block, rows 2t and
   // 2t + 1.
-  __device__ __forceinline__ void score(const Ring& ring, float (&scores)[kBlocks][kRowTiles][4]) {
+  template <typename AskForKeys>
+  __device__ __forceinline__ void score(const Ring& ring, float (&scores)[kBlocks][kRowTiles][4], bool early,
+                                        const AskForKeys& ask_for_keys) {
     constexpr int kSteps = kFp8 ? 4 : 2;  // k16 steps of a chunk
     uint32_t a[2][kSteps][4];             // of this chunk and of the one before
     uint4 next[2];                        // keys of the chunk behind this one, of tokens g and g + 8
@@ -146,6 +163,10 @@ struct TeamAttention {
         wgmma_half<kType, true>(scores[b], a[i & 1][j], query.at(step * 2 * kRowsOfK), step > 0);
       }
       wgmma_commit();
+    }
+    if (early) {
+      __syncwarp();
+      ask_for_keys();
     }
     wgmma_wait<0>();
 #pragma unroll
