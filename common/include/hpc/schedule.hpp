@@ -114,23 +114,38 @@ HPC_HD int32_t ceil_div(int32_t a, int32_t b) {
   return a / b + (a % b != 0);
 }
 
-// Floor of a CTA's work in tiles: below it, combining partials costs more than reading less in parallel saves.
-// A function of the total alone (and of min_tiles, which the tile's bytes decide): one CTA on each of 132 SMs gets up
+// Tiles that so many CTAs share: ceil(total / CTAs).
+HPC_HD int32_t tiles_share(int64_t total_tiles, int32_t num_ctas) {
+  // 32 bits where they do: a division of 64 is a long subroutine on the device.
+  return total_tiles < (int64_t{1} << 31) ? ceil_div(static_cast<int32_t>(total_tiles), num_ctas)
+                                          : static_cast<int32_t>((total_tiles + num_ctas - 1) / num_ctas);
+}
+
+// Floor of a CTA's work in tiles, for a plan (its CTAs, and min_tiles, which the tile's bytes decide) a function of the
+// total alone.
+// Small totals: combining partials costs more than reading less in parallel saves. One CTA on each of 132 SMs gets up
 // to 2 * min_tiles tiles before a second CTA an SM gets any, and never fewer than min_tiles.
-HPC_HD int32_t floor_tiles(int64_t total_tiles, int32_t min_tiles) {
+// Others: a CTA whose run goes from one request into the next ends later than one that has a few tiles more. So the
+// CTAs' share is rounded up to a multiple of the least power of two of which it has at most 8, where that adds at most
+// 1/16 (and the share is at most 2^24): cuts then fall on the ends of requests whose lengths are such multiples.
+HPC_HD int32_t floor_tiles(int64_t total_tiles, int32_t num_ctas, int32_t min_tiles) {
   constexpr int kWave = 132;  // SMs of an H100 or H200
   if (total_tiles <= static_cast<int64_t>(kWave) * min_tiles) return min_tiles;
-  if (total_tiles >= static_cast<int64_t>(kWave) * 2 * min_tiles) return 2 * min_tiles;
-  return ceil_div(static_cast<int32_t>(total_tiles), kWave);
+  const bool small = total_tiles < static_cast<int64_t>(kWave) * 2 * min_tiles;
+  const int32_t least = small ? ceil_div(static_cast<int32_t>(total_tiles), kWave) : 2 * min_tiles;
+  const int32_t share = tiles_share(total_tiles, num_ctas);
+  if (share > 1 << 24) return least;
+  int32_t step = 1;
+  while (step < (share + 7) / 8) step *= 2;
+  const int32_t rounded = (share + step - 1) & -step;
+  return rounded > least && rounded - share <= share / 16 ? rounded : least;
 }
 
 // Tiles a CTA.
 HPC_HD int32_t decode_budget(int64_t total_tiles, int32_t num_ctas, int32_t floor) {
   if (total_tiles == 0) return 0;
-  // 32 bits where they do: a division of 64 is a long subroutine on the device.
-  const int64_t share = total_tiles < (int64_t{1} << 31) ? ceil_div(static_cast<int32_t>(total_tiles), num_ctas)
-                                                         : (total_tiles + num_ctas - 1) / num_ctas;
-  return share > floor ? static_cast<int32_t>(share) : floor;
+  const int32_t share = tiles_share(total_tiles, num_ctas);
+  return share > floor ? share : floor;
 }
 
 // Tiles of a piece in a batch-invariant plan, from the request's own tiles: 512 tokens, doubled until at most 256

@@ -12,9 +12,18 @@ from ._decode_schedule import HEADER, MAX_SEQ_LEN, REQUEST, TILE_TOKENS, DecodeS
 _WAVE = 132  # SMs that the floor's rule spreads small work over
 
 
-def expected_floor(total_tiles: int, min_tiles: int) -> int:
-    """The floor of a CTA's work: one wave of 132 CTAs gets up to 2 * min_tiles each, and never less than min_tiles."""
-    return min(max(-(-total_tiles // _WAVE), min_tiles), 2 * min_tiles)
+def expected_floor(total_tiles: int, num_ctas: int, min_tiles: int) -> int:
+    """The floor of a CTA's work: one wave of 132 CTAs gets up to 2 * min_tiles each, and never less than min_tiles.
+
+    Or, where that is more, the CTAs' share rounded up to a multiple of the least power of two of which it has at most
+    8, if that adds at most 1/16 of it and it is at most 2^24.
+    """
+    if total_tiles <= _WAVE * min_tiles:
+        return min_tiles
+    least, share = min(-(-total_tiles // _WAVE), 2 * min_tiles), -(-total_tiles // num_ctas)
+    step = 1 << (-(-share // 8) - 1).bit_length()
+    rounded = -(-share // step) * step
+    return max(least, rounded) if rounded - share <= share // 16 and share <= 1 << 24 else least
 
 
 def expected_piece_tiles(num_tiles: int) -> int:
@@ -95,7 +104,7 @@ def _requests(schedule: DecodeSchedule, lengths: np.ndarray) -> Iterator[str]:
 def _loads(schedule: DecodeSchedule) -> Iterator[str]:
     """Budget, and the runs of the CTAs: in range, in order, without gap or overlap, of the right length."""
     total, n = schedule.total_tiles, schedule.num_ctas
-    floor = expected_floor(total, schedule.min_tiles)
+    floor = expected_floor(total, n, schedule.min_tiles)
     budget = max(-(-total // n), floor) if total else 0
     if (schedule.floor, schedule.budget) != (floor, budget):
         yield f"header: floor and budget {schedule.floor}, {schedule.budget}, not {floor}, {budget}"

@@ -40,6 +40,11 @@ def slow_plan(
                     piece_starts.add(len(line))
                 line.append((request, head, tile))
     floor = min(max(-(-len(line) // 132), min_tiles), 2 * min_tiles)
+    share = -(-len(line) // num_ctas)
+    step = next(1 << n for n in range(31) if 8 << n >= share)
+    rounded = next(tiles for tiles in range(share, 2 * share + 1) if tiles % step == 0)
+    if len(line) > 132 * min_tiles and 16 * (rounded - share) <= share:
+        floor = max(floor, rounded)
     budget = max(-(-len(line) // num_ctas), floor) + more
     runs, pieces, cta = {}, [], 0
     for index, (request, head, tile) in enumerate(line):

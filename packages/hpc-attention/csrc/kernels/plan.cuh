@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
   }
   if (thread == num_threads - 1 && batch == first + kItems) tile_begin[batch] = tiles;
   const int64_t total = static_cast<int64_t>(tile_sums.all) * shape.num_kv_heads;
-  const int32_t floor = floor_tiles(total, shape.min_tiles);
+  const int32_t floor = floor_tiles(total, shape.num_ctas, shape.min_tiles);
   const int32_t budget = decode_budget(total, shape.num_ctas, floor);
   __syncthreads();
 
