@@ -80,7 +80,7 @@ class DecodeWorker {
     static_assert(kQueryDepth <= kQueryBarriers && kQueryBarriers < 3 * (kDecodeWarps - 1));
     const int32_t barrier = 3 * (warp_ - 1) + lane_;
     if (warp_ > 0 && lane_ < 3 && barrier <= kQueryBarriers) {
-      mbarrier_init(query_full(barrier), barrier < kQueryBarriers ? 1 : kDecodeWarps);
+      mbarrier_init(query_full(barrier), barrier < kQueryBarriers ? 1 : kDecodeThreads);
       mbarrier_init_fence();
     }
     Ring ring(base_ + kSmem.rings + worker_ * Ring::kBytes);
@@ -400,8 +400,7 @@ class DecodeWorker {
           if (position < 4) p_.partial_ml[at * 4 + position] = ml;
         }
       }
-      __syncwarp();
-      if (lane_ == 0) mbarrier_arrive(merge_free());
+      mbarrier_arrive(merge_free());  // every lane for itself: racecheck doesn't follow one that speaks for its warp
     }
   }
 
