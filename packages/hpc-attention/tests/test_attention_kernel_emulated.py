@@ -103,7 +103,9 @@ FAULTS = {
     "copies are not waited for": Fault(
         "decode_attend.cuh", "cp_async_wait<kStages - 1>();\n    __syncwarp();\n    score", None
     ),
-    "a team's values are not waited for": Fault("decode_team.cuh", "wait_for_values();\n    if", None, TEAMS),
+    "a team's values are not waited for": Fault(
+        "decode_team.cuh", "if (early) cp_async_wait<kPending>();  // values", None, TEAMS
+    ),
     "lanes do not wait for each other's copies": Fault("decode_attend.cuh", "__syncwarp();\n    score", None),
     "warps do not wait for each other's results": Fault(
         "decode.cuh", "__syncthreads();\n      for (int32_t vector", None

@@ -100,8 +100,8 @@ class DecodeWorker {
     bool listed = false;  // the list of pieces is there
     bool unread = false;  // the current piece's query is still to be read
     bool known = false;   // the first piece is known without the list
-    // Whether a team asks for keys as soon as those before them have been read. Not where row groups get the same
-    // slices from L2: there it waits for its own instructions.
+    // Whether a team asks for a slice in two groups, its keys as soon as those before them have been read. Not where
+    // row groups get the same slices from L2: there a team waits for its own instructions.
     const bool early_keys = p_.row_groups == 1;
     typename Feed::Slice following;
     if (kQuickStart && feed.take(lead, cta, piece_)) {
@@ -156,7 +156,10 @@ class DecodeWorker {
             ring.advance();
             ++step;
           }
+          if (kTeams && waits) fetch_first_query();
           if (warp_ == 0 && waited) fetch_queries();
+          // Before many more slices are asked for, all of the query is.
+          if (kTeams && waits && pieces_.known(0).turn > kStages * kWorkers) __syncthreads();
           if (warp_ == kDecodeWarps - 1 && !touched && feed.final()) {
             touch_plan(cta, max(index, 0) / kDecodeEpoch);
             touched = true;
@@ -189,8 +192,8 @@ class DecodeWorker {
         }
         slice += piece_.step();
       }
-      if (kTeams) {
-        if (step < kStages || !early_keys) feed.push_keys(ring);
+      if (kTeams && early_keys) {
+        if (step < kStages) feed.push_keys(ring);
         feed.push_values(ring);
       } else {
         feed.push(ring);
@@ -238,6 +241,20 @@ class DecodeWorker {
       }
     }
     fetched_ = min(fetched_, end);
+  }
+
+  // Asks for the first piece's query rows, a row tile a warp, for a warp's bulk copies begin one after the other.
+  __device__ __forceinline__ void fetch_first_query() {
+    if (warp_ >= kRowTiles || pieces_.known(0).pieces == 0) return;
+    const Row& piece = pieces_[0];
+    const int32_t rows = min(kRowTiles * kRowTile, p_.rows - first_row_), row = kRowTile * warp_ + lane_;
+    const int32_t bytes = query_row_bytes<kKind, kDim>(p_);
+    if (warp_ == 0 && lane_ == 0) mbarrier_arrive_expect_tx(query_full(0), static_cast<uint32_t>(rows * bytes));
+    if (lane_ < kRowTile && row < rows) {
+      bulk_load(query_at(0) + row * kQueryPitch,
+                query_row<kKind, kDim>(p_, piece.request, piece.kv_head, first_row_ + row), bytes, query_full(0));
+    }
+    fetched_ = 1;
   }
 
   // Takes up this warp's first piece before the wait, all but its query, where it is known without going past others'

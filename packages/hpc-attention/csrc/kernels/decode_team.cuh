@@ -39,17 +39,12 @@ struct TeamAttention {
         part_(warp % kDecodeTeamWarps),
         team_(warp / kDecodeTeamWarps),
         base_(base + lane_zero()),
-        scales_(base + kSmem.scales + warp * (kStages * kOwn * 4)) {
-    for (int i = 0; i < 2 * kRowTiles; ++i) {
-      const int32_t row = first_row + kRowTile * (i >> 1) + 2 * t_ + (i & 1);
-      row_tokens_ |= static_cast<uint32_t>(row_token(p, min(row, p.rows - 1))) << (4 * i);
-    }
-  }
+        scales_(base + kSmem.scales + warp * (kStages * kOwn * 4)),
+        first_row_(first_row) {}
 
   // Forgets the piece before; high: one past the last token that any row sees; limit: one past the piece's last.
   __device__ __forceinline__ void begin(int32_t high, int32_t limit) {
     end_ = high - p_.q_len + 1;
-    all_from_ = p_.window > 0 ? high - p_.window : 0;
     limit_ = limit;
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) reference_[i] = kNoMax, sum_[i] = 0.0f;
@@ -63,20 +58,21 @@ struct TeamAttention {
     }
   }
 
+  // First token that the last row sees.
+  __device__ __forceinline__ int32_t seen_by_all() const { return p_.window > 0 ? end_ + p_.q_len - 1 - p_.window : 0; }
+
   // One slice: the whole team together. The slice has been read by all of it when it returns. Where keys are `early`,
   // ask_for_keys() is called as soon as this warp's have been read.
   template <typename AskForKeys>
   __device__ __forceinline__ void attend(int32_t token, const Ring& ring, bool early, const AskForKeys& ask_for_keys) {
-    constexpr int kPending = 2 * kStages - 1;  // groups of copies: keys, values, keys, ...
-    const auto wait_for_values = [&] {
-      if (early) {
-        cp_async_wait<kPending>();
-      } else {
-        cp_async_wait<kPending - 1>();
-      }
-    };
+    // Groups of copies: where keys are early keys, values, keys, ..., else slices.
+    constexpr int kPending = 2 * kStages - 1;
     float scores[kBlocks][kRowTiles][4];
-    cp_async_wait<kPending>();
+    if (early) {
+      cp_async_wait<kPending>();
+    } else {
+      cp_async_wait<kStages - 1>();
+    }
     __syncwarp();
     float factors[kRowTiles][2];  // of the scores, as long as these are not multiplied by them
     const auto read_factors = [&] {
@@ -89,7 +85,7 @@ struct TeamAttention {
     if (kFp8) read_factors();  // (bf16 has no registers for them so early)
     score(ring, scores, early, ask_for_keys);
     if (!kFp8) read_factors();
-    const bool masked = token + kTokens > min(end_, limit_) || token < all_from_;
+    const bool masked = token + kTokens > min(end_, limit_) || token < seen_by_all();
     if (masked || p_.softcap > 0.0f || p_.per_token_scale) {
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n) {
@@ -101,7 +97,7 @@ struct TeamAttention {
         factors[n][0] = factors[n][1] = 1.0f;
       }
       if (p_.per_token_scale) {
-        wait_for_values();  // scales come with them
+        if (early) cp_async_wait<kPending>();  // scales come with values
         __syncwarp();
         scale_tokens(ring, scores);
       }
@@ -111,7 +107,7 @@ struct TeamAttention {
 
     float sums[2 * kRowTiles];
     const bool above = weigh(scores, factors, sums);
-    wait_for_values();
+    if (early) cp_async_wait<kPending>();  // values
     if (named_barrier_any(1 + team_, kTeamThreads, above)) {
       raise_references(scores, factors);
       weigh(scores, factors, sums);
@@ -229,12 +225,14 @@ struct TeamAttention {
   }
 
   __device__ __forceinline__ void mask(int32_t token, float (&scores)[kBlocks][kRowTiles][4]) {
-    asm volatile("" : "+r"(row_tokens_));  // seldom needed: keeps the unpacked tokens out of the loop's registers
+    int32_t first_row = first_row_;
+    asm volatile("" : "+r"(first_row));  // seldom needed: keeps what follows from it out of the loop's registers
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int32_t end = end_ + static_cast<int32_t>((row_tokens_ >> (4 * (2 * n + (i & 1)))) & 15u);
+        const int32_t row = first_row + kRowTile * n + 2 * t_ + (i & 1);
+        const int32_t end = end_ + row_token(p_, min(row, p_.rows - 1));
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
           const int32_t position = token + 16 * b + g_ + 8 * (i >> 1);
@@ -400,7 +398,7 @@ struct TeamAttention {
   const int32_t lane_, g_, t_;
   const int32_t part_, team_;     // this warp of its team, and the team
   const uint32_t base_, scales_;  // shared addresses
-  uint32_t row_tokens_ = 0;       // token of the request of rows 2t and 2t + 1 of each row tile, 4 bits each
+  const int32_t first_row_;       // of the CTA's rows
 
   uint32_t fragment_[1][kDim / 8];      // not used: the query lies in shared memory
   float factor_[1];                     // likewise
@@ -408,7 +406,6 @@ struct TeamAttention {
   float sum_[2 * kRowTiles];            // of this lane's probabilities
   float out_[kOutTiles][kRowTiles][4];  // of all the team's tokens
   int32_t end_;                         // one past the last token that row 0 sees
-  int32_t all_from_;                    // first token that the last row sees
   int32_t limit_;                       // one past the piece's last token
 };
 
