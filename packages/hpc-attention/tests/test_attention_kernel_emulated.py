@@ -92,8 +92,7 @@ FAULTS = {
         "combine.cuh", "unit -= __shfl_sync(kAllLanes, end, 31)", None, PAIRS
     ),
     "partial results are read before pdl_wait": Fault(
-        "combine.cuh", "pdl_wait();\n    waited = true;", None, LONG
-    ),
+        "combine.cuh", "pdl_wait();\n    waited = true;", None, LONG),
     "the causal mask is off by one": Fault(
         "decode_attend.cuh", "position < end", "position <= end", replace(SMALL, q_len=2)
     ),
@@ -104,8 +103,7 @@ FAULTS = {
         "decode_attend.cuh", "cp_async_wait<kStages - 1>();\n    __syncwarp();\n    score", None
     ),
     "a team's values are not waited for": Fault(
-        "decode_team.cuh", "if (early) cp_async_wait<kPending>();  // values", None, TEAMS
-    ),
+        "decode_team.cuh", "if (early) cp_async_wait<kPending>();  // values", None, TEAMS),
     "lanes do not wait for each other's copies": Fault("decode_attend.cuh", "__syncwarp();\n    score", None),
     "warps do not wait for each other's results": Fault(
         "decode.cuh", "__syncthreads();\n      for (int32_t vector", None
