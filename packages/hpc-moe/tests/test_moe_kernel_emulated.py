@@ -17,6 +17,8 @@ PTX = (
     (r'asm volatile\("setmaxnreg[^;]*;"\);', ""),
     (r'asm volatile\("cp\.async\.bulk\.prefetch[^;]*;"(?:[^;]|;(?=\"))*?"memory"\);', ""),
     (r'asm volatile\("prefetch\.global[^;]*;"[^;]*\);', ""),
+    # What is dropped is lost.
+    (r'asm volatile\("discard[^;]*;"[^;]*\);', "std::memset(const_cast<void*>(line), 0xEE, 128);"),
     (r'asm\("min\.NaN[^;]*;"[^;]*\);', "v = a != a || b != b ? NAN : (a < b ? a : b);"),
     (r'asm\("max\.NaN[^;]*;"[^;]*\);', "v = a != a || b != b ? NAN : (a > b ? a : b);"),
     (r'asm\("ex2[^;]*;"[^;]*"f"\((.*?)\)\);', r"power = std::exp2(\1);"),
@@ -40,9 +42,22 @@ FAULTS = {
     # The other CTA's largest magnitudes do not count; both halves of a unit are its first; gate's scale for up again.
     9: ("theirs(s)[thread]", "(emulation::fault == 9 ? 0.0f : theirs(s)[thread])"),
     10: ("(units - kHalfUnit) * 4", "(emulation::fault == 10 ? 0 : units - kHalfUnit) * 4"),
+    # Kept rows: the next pair's weights are the first's; the next task's rows overwrite the ones that are multiplied.
+    12: (
+        "weights += weight_coordinate<T>(p, 0, 2);",
+        "weights += emulation::fault == 12 ? 0 : weight_coordinate<T>(p, 0, 2);",
+    ),
+    13: ("s.rows[last % 2]", "s.rows[emulation::fault == 13 ? 0 : last % 2]"),
+    # The reduction drops a line that has not been read.
+    14: ("discard_line(y + at[i] + half", "discard_line(y + at[i] + (emulation::fault == 14) * p.hidden + half"),
     11: ("weight_scales[first + m]", "weight_scales[emulation::fault == 11 ? 0 : first + m]"),
 }
 ROUTING = (6, 7)
+FAULTY = (
+    "tensor,300,2,3,256,256,4,random,0,128,clusters",
+    "block,300,2,3,256,256,4,random,0,128,clusters",
+    "block,300,2,3,1024,192,2,random,1,128,clusters",
+)
 CASES = (
     "tensor,9,2,3,256,192,2,random,0,32",
     "tensor,5,2,2,384,64,3,random,1,128",
@@ -82,6 +97,11 @@ CASES = (
     "block,30,1,2,640,64,2,random,0,128,clusters",
     "tensor,270,1,2,384,192,2,one,0,128,even",
     "tensor,300,2,3,256,256,4,random,0,128,even",
+    # Rows of h kept for several pairs of units, in more tasks than CTAs, with an odd unit left; in few tasks.
+    "block,300,2,3,1024,192,2,random,1,128,clusters",
+    "block,400,1,2,1152,64,4,one,1,128,clusters",
+    "block,200,1,2,768,192,2,one,1,128,clusters",
+    "block,150,1,1,256,64,8,one,1,128,clusters",
     # One CTA of a cluster has a task alone.
     "block,270,1,1,1024,128,2,one,0,128,clusters",
 )
@@ -161,5 +181,5 @@ def test_a_planted_fault_of_the_routing_is_found(route: pathlib.Path, fault: int
 
 @pytest.mark.parametrize("fault", [number for number in FAULTS if number not in ROUTING])
 def test_a_planted_fault_is_found(program: pathlib.Path, fault: int) -> None:
-    cases = (CASES[0], CASES[6], CASES[8], CASES[12], CASES[-10], CASES[-4], "block,75,1,2,256,128,2,one,0,128")
+    cases = (CASES[0], CASES[6], CASES[8], CASES[12], *FAULTY, "block,75,1,2,256,128,2,one,0,128")
     assert run(program, fault, *cases).returncode == 1

@@ -38,6 +38,14 @@ constexpr grouped::TileRule kTileRule = {128, 8, 0};
 constexpr grouped::TileRule kTokenTileRule = {128, 64, 0};
 constexpr int64_t kRowsFor32 = 22, kRowsFor64 = 48;  // most rows an expert, on average, for such tiles
 
+// Down in clusters with tokens as M and scale groups of 64: rows of h of up to so many columns stay in shared memory
+// for kKeptPairs pairs of 128 columns of H (or fewer, which divide them).
+constexpr int32_t kKeptColumns = 256, kKeptPairs = 4;
+
+// Bytes of y, as expected, that the reduction drops from L2 where weights leave it first (kMid): they would be written
+// to memory beside the next call's weights. Of more, most have been written before they are read.
+constexpr int64_t kDiscardFrom = 6 << 20, kDiscardTo = 80 << 20;
+
 // Rounding. The tensor core adds e4m3 products in about 14 bits; now and then an activation rounds to its neighbour for
 // it. Over many activations that is little, but in a small call one step may be a percent of the output. So the low
 // regime, whose sums are fp32, goes on to kLowAgainPairs where its tiles of 8 rows read at most kLowAgainBytes of
@@ -79,7 +87,7 @@ struct Layout {
   int64_t h;             // [chunk_rows, I]: bf16 where h_is_bf16, else e4m3
   int64_t h_q;           // e4m3 [chunk_rows, I], where h_quantised
   int64_t h_scale;       // fp32 [chunk_rows, I / act_group], where quant is kBlock and h is e4m3 or h_quantised
-  int64_t y;             // bf16 [chunk_rows, H]: down's rows before the reduction
+  int64_t y;             // bf16 [chunk_rows, H]: down's rows before the reduction, undefined after it (discard)
   int64_t bytes;         // of the whole workspace
 };
 
@@ -101,6 +109,8 @@ struct Config {
   bool few;              // low: kernels of few pairs, which quantise x and h in each CTA
   bool up_clusters;      // the gate-up kernel's CTAs share weights by twos
   bool down_clusters;    // the down kernel's
+  int32_t kept_pairs;    // down: pairs of 128 columns of H for which rows of h stay in shared memory; 0: they do not
+  bool discard;          // the reduction drops y from L2 once read
   bool exact;            // gate-up's sums are fp32, not the tensor core's of e4m3 products
   bool guess;            // gate-up CTAs load weights of their likely first task while the index is made
   int32_t index_ctas;    // CTAs of the index kernel (one cluster); 0 where the gate-up kernel routes for itself
@@ -248,6 +258,13 @@ inline Config make_config(const Problem& p) {
   c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 2048 ? kIndexCluster : 1);
   // With at least 5 rows an expert on average nearly all have rows: the first tasks are known before the index is.
   c.guess = c.regime == Regime::kMid && c.chunk_rows >= 5 * static_cast<int64_t>(p.num_experts);
+  if (c.down_clusters && tokens_are_m(c.rule) && c.act_group == 64 && p.intermediate <= kKeptColumns &&
+      p.hidden >= 256) {
+    for (c.kept_pairs = kKeptPairs; p.hidden / 256 % c.kept_pairs; --c.kept_pairs) {
+    }
+  }
+  const int64_t y_bytes = c.chunk_rows * p.num_local / p.num_experts * p.hidden * 2;  // as expected
+  c.discard = c.regime == Regime::kMid && y_bytes >= kDiscardFrom && y_bytes <= kDiscardTo;
   c.layout = detail::make_layout(p, c);
   return c;
 }

@@ -45,8 +45,8 @@ struct DownTokens {
   static __device__ __forceinline__ void prepare(const GemmParams&, Smem&) {}
 
   template <int kBlocks>
-  static __device__ __forceinline__ void run(const GemmParams& p, Smem&, const TurnTask& task, const TokenBlocks& at,
-                                             int, float (&acc)[kBlocks][64]) {
+  static __device__ __forceinline__ void run(const GemmParams& p, Smem&, const TurnTask& task, int first_unit,
+                                             const TokenBlocks& at, int, float (&acc)[kBlocks][64]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -55,7 +55,7 @@ struct DownTokens {
         const int row = at.rows[b] + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * h;
         if (row >= at.live) continue;
         auto* out = static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(task.row + row) * p.out_columns +
-                    (task.unit + at.unit[b]) * 128 + lane % 4 * 8;
+                    (first_unit + at.unit[b]) * 128 + lane % 4 * 8;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           __nv_bfloat162 eight[4];
@@ -80,11 +80,12 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   run_gemm<T, kDirect, DownEpilogue<T>>(&map, &h_map, p);
 }
 
-template <bool kHalf, bool kClusters>
+// kKept: K of at most kKeptStages stages, rows of h stay for several pairs of units.
+template <bool kHalf, bool kClusters, bool kKept = false>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     down_tokens_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap h_map,
                        const __grid_constant__ GemmParams p) {
-  using T = Traits<Gemm::kDown, Quant::kBlock, kHalf, kMaxWidth, false, true, kClusters>;
+  using T = Traits<Gemm::kDown, Quant::kBlock, kHalf, kMaxWidth, false, true, kClusters, kKept>;
   run_gemm<T, false, DownTokens<T>>(&map, &h_map, p);
 }
 

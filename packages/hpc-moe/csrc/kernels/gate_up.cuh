@@ -181,8 +181,8 @@ struct GateUpTokens {
   static __device__ __forceinline__ void prepare(const GemmParams&, Smem&) {}
 
   template <int kBlocks>
-  static __device__ __forceinline__ void run(const GemmParams& p, Smem& s, const TurnTask& task, const TokenBlocks& at,
-                                             int group, float (&acc)[kBlocks][64]) {
+  static __device__ __forceinline__ void run(const GemmParams& p, Smem& s, const TurnTask& task, int first_unit,
+                                             const TokenBlocks& at, int group, float (&acc)[kBlocks][64]) {
     const int lane = threadIdx.x % 32, first_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
     const float bound = swiglu_bound(p.swiglu_limit);
     const int64_t tile_row = task.row + (at.tile ? task.rows : 0);
@@ -202,7 +202,7 @@ struct GateUpTokens {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       constexpr int kGroup = T::kHalf ? 64 : 128;
-      const int column = (task.unit + at.unit[b]) * 64;
+      const int column = (first_unit + at.unit[b]) * 64;
       const bool stores_scale = lane % 4 == 0 && (T::kHalf || (kBlocks == 2 ? b == 0 : group == 0));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

@@ -103,6 +103,12 @@ __device__ __forceinline__ bool has_arrived(uint32_t full, const typename T::Rin
   return true;
 }
 
+// Stages of a task.
+template <class T>
+__device__ __forceinline__ int task_stages(const GemmParams& p, const TurnTask& task) {
+  return (p.k_bytes + 127) / 128 * (T::kKept ? task.second_rows : 1);
+}
+
 // Keeps the barriers of stages in which the warpgroup has nothing to multiply.
 template <class T>
 __device__ __forceinline__ void skip_stages(typename T::Smem& s, typename T::Ring& ring, int count) {

@@ -28,6 +28,8 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include <type_traits>
+
 #include "hpc/cluster.cuh"
 #include "hpc/cp_async.cuh"
 #include "hpc/mbarrier.cuh"
@@ -47,7 +49,8 @@ constexpr int kConsumers = 256, kProducers = 128;
 constexpr int kGemmThreads = kConsumers + kProducers;
 constexpr int kOutRow = 64 + 16;  // bytes of a staged output row (64 e4m3), padded against conflicts
 constexpr uint32_t kNoRow = ~0u;
-constexpr int kTurns = 8;       // published tasks: more than producers can be ahead (a ring and one)
+constexpr int kTurns = 8;                        // published tasks: more than producers can be ahead (a ring and one)
+constexpr int kKeptStages = kKeptColumns / 128;  // of K, of rows that are kept
 constexpr int kDirectK = 1536;  // of K that the tensor core sums by itself (per tensor, down): off by 0.0015 in rms
 
 // A task as its CTA sees it.
@@ -57,7 +60,8 @@ struct TurnTask {
   uint16_t expert, unit;  // expert: with kShared; unit: the first
   uint8_t rows, width;    // of the tile; width 0: no more tasks
   uint8_t units;          // 1 or 2: warpgroup g has unit + g; 0: nothing to do; kHalfUnit and + 1: half of a unit
-  uint8_t second_rows;    // not 0: one unit and two tiles, warpgroup 1 has the one that follows, with so many rows
+  uint8_t second_rows;    // not 0: one unit and two tiles, warpgroup 1 has the one that follows, with so many rows;
+                          // kKept: pairs of units that follow each other
 };
 static_assert(sizeof(TurnTask) == 16);
 
@@ -69,18 +73,25 @@ constexpr uint16_t kShared = 1 << 15, kIdle = 1 << 14;
 // warp; + 1: the other 32.
 constexpr int kHalfUnit = 3;
 
-// Sizes that follow from the widest token tile of a call: the narrower, the more stages.
-template <int kWidth>
+// Sizes that follow from the widest token tile of a call: the narrower, the more stages. kKept: rows of B lie apart.
+template <int kWidth, bool kKept = false>
 struct Stages {
   static_assert(kWidth == 32 || kWidth == 64 || kWidth == 128);
   static constexpr int kCount = kWidth == 128 ? 4 : kWidth == 64 ? 5 : 6;
-  static constexpr int kBytes = 2 * kUnitBytes + kWidth * 128;
+  static constexpr int kBytes = 2 * kUnitBytes + (kKept ? 0 : kWidth * 128);
   static constexpr int kScales = 2 * kWidth + 8;  // floats: B [2 groups or tiles][width], weights [2][4]
 };
 
+// Rows of B that are kept: of two tasks, so that the next one's come early.
 template <int kWidth>
-struct GemmSmem {
-  using Stage = Stages<kWidth>;
+struct KeptRows {
+  alignas(1024) uint8_t rows[2][kKeptStages][kWidth * 128];
+};
+struct NoRows {};
+
+template <int kWidth, bool kKept = false>
+struct GemmSmem : std::conditional_t<kKept, KeptRows<kWidth>, NoRows> {
+  using Stage = Stages<kWidth, kKept>;
 
   alignas(1024) uint8_t stage[Stage::kCount][Stage::kBytes];
   alignas(16) float scale[Stage::kCount][Stage::kScales];
@@ -91,12 +102,14 @@ struct GemmSmem {
   alignas(16) TurnTask turns[kTurns];
   alignas(8) uint64_t full[Stage::kCount];
   uint64_t empty[Stage::kCount];
+  uint64_t read[2];            // kKept, by parity of the task: its rows of B; one arrival a consumer warp
   uint64_t exchanged;          // kExchange: the other CTA's largest magnitudes have come
   uint16_t token[2 * kWidth];  // gate-up: tokens of the producers' tiles
 };
-template <int kWidth>
-constexpr int kGemmSmemBytes = sizeof(GemmSmem<kWidth>) + 1024;  // the start is aligned by hand
-static_assert(kGemmSmemBytes<32> <= 232448 && kGemmSmemBytes<64> <= 232448 && kGemmSmemBytes<128> <= 232448,
+template <int kWidth, bool kKept = false>
+constexpr int kGemmSmemBytes = sizeof(GemmSmem<kWidth, kKept>) + 1024;  // the start is aligned by hand
+static_assert(kGemmSmemBytes<32> <= 232448 && kGemmSmemBytes<64> <= 232448 && kGemmSmemBytes<128> <= 232448 &&
+                  kGemmSmemBytes<128, true> <= 232448,
               "227 KB a CTA");
 
 // Where a ring of kCount stages stands.
@@ -118,9 +131,10 @@ class StageRing {
 
 // A kernel. Elements of I that share a scale are 64 (kHalf) or 128; gate-up's K groups are 128 of H always. kExact
 // (gate-up): sums are fp32 (grouped_exact.cuh). kTokens: tokens are M (grouped_tokens.cuh).
-// kClusters: of two CTAs, which load a pair of units once where their tasks have the same.
+// kClusters: of two CTAs, which load a pair of units once where their tasks have the same. kKept (down, tokens as M):
+// a task is a token tile and several pairs of units one after the other, for which the rows of B are loaded once.
 template <Gemm kTheGemm, Quant kTheQuant, bool kTheHalf, int kTheWidth, bool kTheExact = false, bool kTheTokens = false,
-          bool kTheClusters = false>
+          bool kTheClusters = false, bool kTheKept = false>
 struct Traits {
   static constexpr Gemm kGemm = kTheGemm;
   static constexpr Quant kQuant = kTheQuant;
@@ -129,8 +143,10 @@ struct Traits {
   static constexpr bool kExact = kTheExact;
   static constexpr bool kTokens = kTheTokens;
   static constexpr bool kClusters = kTheClusters;
-  using Smem = GemmSmem<kWidth>;
-  static constexpr int kStages = Stages<kWidth>::kCount, kStageBytes = Stages<kWidth>::kBytes;
+  static constexpr bool kKept = kTheKept;
+  using Smem = GemmSmem<kWidth, kKept>;
+  using Sizes = Stages<kWidth, kKept>;
+  static constexpr int kStages = Sizes::kCount, kStageBytes = Sizes::kBytes;
   using Ring = StageRing<kStages>;
 
   static constexpr bool kBlock = kQuant == Quant::kBlock, kTensor = kQuant == Quant::kTensor;

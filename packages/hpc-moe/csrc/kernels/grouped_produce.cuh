@@ -96,11 +96,14 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     }
     load_weights<T>(p, map, b_map, row, units, k, stage, barrier, policy);
   };
+  const auto early_stages = [&](int pairs) { return min(kStages, T::kKept ? num_k * pairs : num_k); };
   const auto prefetch = [&](const TurnTask& task) {
     const int row = weight_coordinate<T>(p, task.expert & ~kShared, task.unit);
-    for (int k = 0; k < min(kStages, num_k); ++k) {
-      mbarrier_expect_tx(full + k * 8, weight_bytes(task.units));
-      load(row, task.units, task.expert & kShared, k, stages + k * kStageBytes, full + k * 8);
+    for (int i = 0; i < early_stages(task.second_rows); ++i) {
+      const int pair = T::kKept ? i / num_k : 0;
+      mbarrier_expect_tx(full + i * 8, weight_bytes(task.units));
+      load(row + pair * weight_coordinate<T>(p, 0, 2), task.units, task.expert & kShared, i - pair * num_k,
+           stages + i * kStageBytes, full + i * 8);
     }
   };
   [[maybe_unused]] TurnTask guess{};
@@ -135,7 +138,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     if constexpr (T::kClusters) {
       const TurnTask other = Tasks(p, schedule.tiles, schedule.scale, static_cast<int>(blockIdx.x ^ 1)).at(turn);
       if (mine.units == 0 && other.units > 0) {
-        mine = {0, 0.0f, kIdle, 0, 0, 8, 0, 0};
+        mine = {0, 0.0f, kIdle, 0, 0, 8, 0, T::kKept ? other.second_rows : uint8_t{0}};
       } else if (mine.units == 2 && other.units == 2 && mine.expert == other.expert && mine.unit == other.unit) {
         mine.expert |= kShared;
       }
@@ -147,7 +150,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
   typename T::Ring head;
   if constexpr (kGemm == Gemm::kDown) {
     if (thread == 0 && found.width > 0) prefetch(found);
-    prefetched = min(kStages, num_k);
+    prefetched = early_stages(__shfl_sync(~0u, found.second_rows, 0));
     pdl_wait();
     pdl_trigger();
   } else if (prefetched > 0) {
@@ -217,8 +220,15 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
       source[i] = row < rows ? s.token[row] * p.b_stride : kNoRow;
       if constexpr (T::kTwoTiles) source2[i] = row < second ? s.token[kWidth + row] * p.b_stride : kNoRow;
     }
-    const uint32_t row_bytes = kGemm == Gemm::kUp ? 0 : (rows + kRowsBox - 1) / kRowsBox * kRowsBox * 128;
-    const int weights = weight_coordinate<T>(p, expert, unit);
+    uint32_t row_bytes = kGemm == Gemm::kUp ? 0 : (rows + kRowsBox - 1) / kRowsBox * kRowsBox * 128;
+    int weights = weight_coordinate<T>(p, expert, unit);
+    const int pairs = T::kKept ? field(found.second_rows, at) : 1;
+    [[maybe_unused]] uint32_t kept = 0;
+    if constexpr (T::kKept) {  // the task before the last has been multiplied
+      const int last = published - 1;
+      kept = smem_address(s.rows[last % 2]);
+      mbarrier_wait(smem_address(&s.read[last % 2]), (last / 2 & 1) ^ 1);
+    }
     // Thread r brings the scales of the tiles' rows r, threads 0 to 3 those of the weights' four m64 tiles.
     const float *row_scale = nullptr, *row_scale2 = nullptr, *weight_scale = nullptr;
     if constexpr (T::kBlock) {
@@ -232,7 +242,13 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     }
 
 #pragma unroll 1
-    for (int k = 0; k < num_k; ++k) {
+    for (int i = 0, k = 0; i < num_k * pairs; ++i, ++k) {
+      if (T::kKept && k == num_k) {  // the next pair of units, with the same rows of B
+        k = 0;
+        weights += weight_coordinate<T>(p, 0, 2);
+        row_bytes = 0;
+        if (weight_scale) weight_scale += 2 * p.w_scale_cols;
+      }
       mbarrier_wait(empty + head.stage() * 8, head.phase() ^ 1);
       const uint32_t stage = stages + head.stage() * kStageBytes;
       if (prefetched > 0) {
@@ -255,12 +271,13 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
             cp_async_16(stage + to - kUnitBytes + i * 16 * 128, from + uint64_t{source2[i]} * 16);
           }
         }
-      } else if (thread * kRowsBox < rows) {
-        tma_load_2d(stage + 2 * kUnitBytes + thread * kRowsBox * 128, b_map, full + head.stage() * 8, k * 128,
+      } else if (row_bytes > 0 && thread * kRowsBox < rows) {
+        const uint32_t first = T::kKept ? kept + k * kWidth * 128 : stage + 2 * kUnitBytes;
+        tma_load_2d(first + thread * kRowsBox * 128, b_map, full + head.stage() * 8, k * 128,
                     tile_row + thread * kRowsBox);
       }
       if constexpr (T::kBlock) {
-        const uint32_t scale_to = scales + head.stage() * Stages<kWidth>::kScales * 4;
+        const uint32_t scale_to = scales + head.stage() * T::Sizes::kScales * 4;
         const uint32_t row_to = scale_to + scale_place(thread) * 4;
 #pragma unroll
         for (int g = 0; g < T::kGroups; ++g) {
@@ -294,6 +311,7 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const CUtensorM
       mbarrier_init(smem_address(&s.full[i]), 1 + kProducers);
       mbarrier_init(smem_address(&s.empty[i]), (T::kClusters ? 2 : 1) * kConsumers / 32);
     }
+    for (int i = 0; i < 2 && T::kKept; ++i) mbarrier_init(smem_address(&s.read[i]), kConsumers / 32);
     if constexpr (T::kExchange) mbarrier_init(smem_address(&s.exchanged), 1);
     mbarrier_init_fence();
   }

@@ -19,16 +19,20 @@ struct Schedule {
   static constexpr bool kRowHalves = T::kRowHalves;
   const GemmParams& p;
   int tiles, whole, split, singles;  // token tiles; tasks of pairs; pairs that are split; tasks of less than a pair
+  int length, groups;                // kKept: pairs of units of a task (else 1); tasks of pairs of a tile
   int parts = 2;                     // of a pair that is split: units, or 4 halves of them
   float scale;                       // per tensor: of B
   int cta;                           // whose tasks
 
   __device__ __forceinline__ Schedule(const GemmParams& params, int num_tiles, float b_scale, int of_cta = blockIdx.x)
       : p(params), tiles(num_tiles), scale(b_scale), cta(of_cta) {
-    const int pairs = tiles * (p.units / 2), rest = pairs % static_cast<int>(gridDim.x);
+    // Several pairs of units a task where that leaves every CTA two.
+    length = T::kKept && tiles * (p.units / 2 / p.pairs) >= 2 * static_cast<int>(gridDim.x) ? p.pairs : 1;
+    groups = p.units / 2 / length;
+    const int pairs = tiles * groups, rest = pairs % static_cast<int>(gridDim.x);
     // With an odd number of units only where all tasks are one round.
     const int halves = p.units % 2 == 0 ? 2 * rest : 2 * pairs + tiles;
-    split = halves <= static_cast<int>(gridDim.x) ? rest : 0;
+    split = length == 1 && halves <= static_cast<int>(gridDim.x) ? rest : 0;
     if (T::kHalfUnits && p.units % 2 == 0 && 4 * split <= static_cast<int>(gridDim.x)) parts = 4;
     whole = pairs - split;
     singles = parts * split + p.units % 2 * tiles;
@@ -68,9 +72,9 @@ struct Schedule {
       if ((mine - first) % 2) return task(tile, p.units - 1, 0, 0);  // with the tile before it
       return task(tile, p.units - 1, 1, mine + 1 < first + own ? p.routing.tiles[mine + 1].rows : 0);
     }
-    const int local = at.pair - first * (p.units / 2), unit = local / own;
-    if (own > 1) tile = p.routing.tiles[first + local - unit * own];
-    return task(tile, 2 * unit + unit_of_pair(at), units(at), 0);
+    const int local = at.pair - first * groups, group = local / own;
+    if (own > 1) tile = p.routing.tiles[first + local - group * own];
+    return task(tile, 2 * length * group + unit_of_pair(at), units(at), 0);
   }
 
  private:
@@ -113,13 +117,13 @@ struct Schedule {
       const int index = at.single - parts * split, half = (tiles + 1) / 2;
       return !T::kTwoTiles ? index : index < half ? 2 * index : 2 * (index - half) + 1;
     }
-    return at.pair / (p.units / 2);
+    return at.pair / groups;
   }
 
   // First unit of the task, where its expert has but this tile.
   __device__ __forceinline__ int unit_if_alone(const Spot& at, int tile) const {
     if (at.single >= parts * split) return p.units - 1;
-    return 2 * (at.pair - tile * (p.units / 2)) + unit_of_pair(at);
+    return 2 * length * (at.pair - tile * groups) + unit_of_pair(at);
   }
 
   __device__ __forceinline__ TurnTask task(const grouped::TileTask& tile, int unit, int units, int second) const {
@@ -130,7 +134,7 @@ struct Schedule {
             static_cast<uint8_t>(tile.rows),
             static_cast<uint8_t>(tile.width),
             static_cast<uint8_t>(units),
-            static_cast<uint8_t>(second)};
+            static_cast<uint8_t>(T::kKept ? (units == 2 ? length : 1) : second)};
   }
 };
 

@@ -13,7 +13,8 @@ namespace hpc::moe {
 
 // What a warpgroup has of a task: one or two blocks of 64 rows of B by one unit of the weights.
 struct TokenBlocks {
-  uint32_t a[2], b[2];  // rows of B, weights: in 16 bytes from the stage's start, with kLowBits
+  uint32_t a[2], b[2];  // rows of B, weights: in 16 bytes from the stage's start, with kLowBits; kept rows: an address,
+                        // of the first stage of K
   int rows[2];          // first of the block's rows, of its tile
   int unit[2];          // of the task's units, 0 or 1
   int tile;             // of the task's tiles, 0 or 1
@@ -43,6 +44,7 @@ __device__ __forceinline__ void multiply_tokens(const GemmParams& p, typename T:
     const uint32_t stage = ring.stage();
     if (!ready) arrived<T>(full, ring);
     const uint32_t base = stages + uniform(stage * (T::kStageBytes >> 4));
+    const uint32_t rows = T::kKept ? uniform(k * (T::kWidth * 128 >> 4)) : base;
     const float* scale = s.scale[stage];
     ring.advance();
     // Scale group g; gives the stage back where it is its last, and looks for the next while products are on their way.
@@ -62,7 +64,7 @@ __device__ __forceinline__ void multiply_tokens(const GemmParams& p, typename T:
         float part[64];
         wgmma_fence(part);
         wgmma_arrive();
-        multiply<WgmmaType::kE4m3, kSteps, false, 128>(part, base + at.a[b] + 2 * kSteps * g,
+        multiply<WgmmaType::kE4m3, kSteps, false, 128>(part, rows + at.a[b] + 2 * kSteps * g,
                                                        base + at.b[b] + 2 * kSteps * g);
         wgmma_commit();
         if (last && b + 1 == kBlocks) ready = k + 1 < num_k && has_arrived<T>(full, ring);
@@ -83,7 +85,23 @@ __device__ __forceinline__ void multiply_tokens(const GemmParams& p, typename T:
   }
 }
 
-// Consumer warps. `Epilogue::run<kBlocks>(p, s, task, blocks, group, acc)` stores the blocks.
+// In 16 bytes, with kLowBits: where the kept rows of B of a task lie, by the parity of the task.
+template <class T>
+__device__ __forceinline__ uint32_t kept_rows(typename T::Smem& s, int parity) {
+  if constexpr (T::kKept) return uniform(kLowBits + (smem_address(s.rows[parity]) >> 4));
+  return 0;
+}
+
+// Gives them back, a warp.
+template <class T>
+__device__ __forceinline__ void give_rows_back(typename T::Smem& s, int parity) {
+  if constexpr (T::kKept) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&s.read[parity]));
+  }
+}
+
+// Consumer warps. `Epilogue::run<kBlocks>(p, s, task, first unit, blocks, group, acc)` stores the blocks.
 template <class T, class Epilogue>
 __device__ __forceinline__ void consume_tokens(const GemmParams& p, typename T::Smem& s) {
   const int group = uniform(threadIdx.x / 128);
@@ -98,13 +116,15 @@ __device__ __forceinline__ void consume_tokens(const GemmParams& p, typename T::
     if (task.width == 0) break;
     const int rows = task.rows;
     if (rows == 0) {  // a guess that was wrong, or a task of the cluster's other CTA alone
-      skip_stages<T>(s, ring, T::kClusters && task.units == 0 ? (p.k_bytes + 127) / 128 : task.units);
+      skip_stages<T>(s, ring, T::kClusters && task.units == 0 ? task_stages<T>(p, task) : task.units);
+      give_rows_back<T>(s, turn % 2);
       continue;
     }
     const bool two_tiles = T::kTwoTiles && task.second_rows > 0;
     const bool split = !two_tiles && task.units == 2 && rows <= 64;  // a unit a warpgroup
     if (group > 0 && task.units == 1 && !two_tiles && rows <= 64) {
-      skip_stages<T>(s, ring, (p.k_bytes + 127) / 128);
+      skip_stages<T>(s, ring, task_stages<T>(p, task));
+      give_rows_back<T>(s, turn % 2);
       continue;
     }
     TokenBlocks at;
@@ -116,13 +136,19 @@ __device__ __forceinline__ void consume_tokens(const GemmParams& p, typename T::
       const int half = two_tiles ? b : (split ? 0 : group);
       at.unit[b] = two_tiles || task.units == 1 ? 0 : (split ? group : b);
       at.rows[b] = 64 * half;
-      at.a[b] = uniform(kLowBits + (two_tiles && group ? kUnit : 2 * kUnit) + half * kHalfTile);
+      at.a[b] = half * kHalfTile +
+                (T::kKept ? kept_rows<T>(s, turn % 2) : uniform(kLowBits + (two_tiles && group ? kUnit : 2 * kUnit)));
       at.b[b] = uniform(kLowBits + at.unit[b] * kUnit);
     }
+    const int pairs = T::kKept ? task.second_rows : 1;
     const auto run = [&]<int kBlocks>() {
-      float acc[kBlocks][64];
-      multiply_tokens<T, kBlocks>(p, s, ring, at, acc);
-      Epilogue::template run<kBlocks>(p, s, task, at, group, acc);
+#pragma unroll 1
+      for (int pair = 0; pair < pairs; ++pair) {
+        float acc[kBlocks][64];
+        multiply_tokens<T, kBlocks>(p, s, ring, at, acc);
+        if (pair + 1 == pairs) give_rows_back<T>(s, turn % 2);
+        Epilogue::template run<kBlocks>(p, s, task, task.unit + 2 * pair, at, group, acc);
+      }
     };
     if (uniform(both)) {
       run.template operator()<2>();

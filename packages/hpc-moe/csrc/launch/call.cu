@@ -200,12 +200,17 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   down.out_columns = c.hidden;
   down.weight_rows = c.hidden;
   down.top_k = c.top_k;
+  down.pairs = config.kept_pairs;
   if (c.kernels & 4u) {
     launch_down(c.quant, half, down_map, h_map, down, as_m, config.down_clusters, config.rule.max_rows,
                 config.down_grid, stream);
   }
 
-  if (c.kernels & 8u) launch_reduce(reduce_params(c, begin, tokens, down.out, routing.slot_to_row), num_sms, stream);
+  if (c.kernels & 8u) {
+    const ReduceParams reduce = reduce_params(c, begin, tokens, down.out, routing.slot_to_row);
+    const bool lines = reinterpret_cast<uintptr_t>(reduce.y) % 128 == 0;  // whole ones
+    launch_reduce(reduce, config.discard && lines, num_sms, stream);
+  }
 }
 
 }  // namespace

@@ -18,6 +18,14 @@ void launch_down_as(const CUtensorMap& map, const CUtensorMap& h_map, const Gemm
   config.stream = stream;
   if constexpr (kQuant == Quant::kBlock) {
     if (tokens) {
+      if constexpr (kHalf) {
+        if (p.pairs > 0) {
+          config.smem_bytes = kGemmSmemBytes<kMaxWidth, true>;
+          config.cluster = 2;
+          launch(&down_tokens_kernel<kHalf, true, true>, config, map, h_map, p);
+          return;
+        }
+      }
       config.smem_bytes = kGemmSmemBytes<kMaxWidth>;
       config.cluster = clusters ? 2 : 1;
       clusters ? launch(&down_tokens_kernel<kHalf, true>, config, map, h_map, p)

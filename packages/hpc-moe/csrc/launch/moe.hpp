@@ -20,7 +20,7 @@ void launch_gate_up(Quant quant, bool half, const CUtensorMap& map, const CUtens
 void launch_down(Quant quant, bool half, const CUtensorMap& map, const CUtensorMap& h_map, const GemmParams& p,
                  bool tokens, bool clusters, int widest, int grid, cudaStream_t stream);
 
-void launch_reduce(const ReduceParams& p, int num_sms, cudaStream_t stream);
+void launch_reduce(const ReduceParams& p, bool discard, int num_sms, cudaStream_t stream);
 
 // Tensor maps of the weights, with the row orders that kernels/gate_up.cuh and kernels/down.cuh describe.
 // `rows`: E * 2 I or E * H; `row_bytes`: of K.

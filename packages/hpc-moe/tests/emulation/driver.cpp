@@ -1,10 +1,9 @@
 // Runs gate-up, down and reduction of one small layer in emulation and compares each with double precision, made from
-// what the kernel before it left. Arguments: [fault] then cases
-// "quant,T,k,E,H,I,grid,pick,promoted,widest[,tokens|,clusters|,even]" (quant: none, block, tensor; pick: random, one
-// (all on the last expert), none; promoted: 1 for the down kernel that promotes; widest: of the token tiles, 32, 64 or
-// 128; tokens: the kernels in which tokens are M; clusters: those of two CTAs, per tensor, or by block with tokens as
-// M; even: those and an even number of tiles). Prints "bad N" a case; exit status 1 where any is not 0, 3 where the
-// emulation found a fault.
+// what the kernel before it left. Arguments: [fault] then cases "quant,T,k,E,H,I,grid,pick,promoted,widest[,KERNELS]":
+// quant none, block or tensor; pick random, one (all on the last expert) or none; promoted 1 for the down kernel that
+// promotes, or, by block in clusters, keeps rows of h, and the reduction that drops y; widest of the token tiles: 32,
+// 64 or 128; KERNELS tokens: are M; clusters: of two CTAs, per tensor, or by block with tokens as M; even: those and an
+// even number of tiles. Prints "bad N" a case; exit status 1 where any is not 0, 3 where the emulation found a fault.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -264,7 +263,6 @@ struct Layer {
 
   int check_out() {
     ReduceParams p{};
-    p.y = y.data();
     p.slot_to_row = slot_to_row.data();
     p.topk_weights = weights.data();
     p.weight_token_stride = c.top_k;
@@ -276,7 +274,10 @@ struct Layer {
     p.hidden = c.hidden;
     p.top_k = c.top_k;
     const int grid = c.tokens < 5 ? c.tokens : 5;
-    emulation::run(static_cast<unsigned>(grid), kReduceThreads, [&] { reduce_kernel(p); });
+    std::vector<uint8_t> dropped = y;
+    p.y = dropped.data();
+    emulation::run(static_cast<unsigned>(grid), kReduceThreads,
+                   [&] { c.promoted ? reduce_kernel<true>(p) : reduce_kernel<false>(p); });
     int bad = 0;
     for (int token = 0; token < c.tokens; ++token) {
       for (int j = 0; j < c.hidden; ++j) {
@@ -299,7 +300,8 @@ struct Layer {
 
   template <Quant kQuant, bool kHalf>
   int run_clusters(const CUtensorMap& up_map, const CUtensorMap& down_map, const CUtensorMap& h_map) {
-    const GemmParams up = params(true), down = params(false);
+    GemmParams up = params(true), down = params(false);
+    down.pairs = c.hidden / 256 % kKeptPairs ? 1 : kKeptPairs;
     const auto gate_up = [&] {
       if constexpr (kQuant == Quant::kBlock) {
         gate_up_tokens_kernel<kHalf, true>(up_map, up);
@@ -309,6 +311,7 @@ struct Layer {
     };
     const auto of_down = [&] {
       if constexpr (kQuant == Quant::kBlock) {
+        if (kHalf && c.promoted) return down_tokens_kernel<kHalf, true, kHalf>(down_map, h_map, down);
         down_tokens_kernel<kHalf, true>(down_map, h_map, down);
       } else if (c.promoted) {
         down_kernel<kQuant, kHalf, 128, false, true>(down_map, h_map, down);
@@ -319,8 +322,7 @@ struct Layer {
     emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, gate_up, true);
     int bad = check_h();
     emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, of_down, true);
-    bad += check_y();
-    return bad + check_out();
+    return bad + check_y() + check_out();
   }
 
   template <Quant kQuant, bool kHalf, int kWidth>
@@ -380,14 +382,12 @@ int main(int argc, char** argv) {
   int total = 0;
   emulation::fault = std::atoi(argv[1]);
   for (int i = 2; i < argc; ++i) {
-    std::string text = argv[i];
+    std::string text = argv[i], kernels;
     std::replace(text.begin(), text.end(), ',', ' ');
     std::istringstream in(text);
     Case c;
     in >> c.quant >> c.tokens >> c.top_k >> c.experts >> c.hidden >> c.inter >> c.grid >> c.pick >> c.promoted >>
-        c.widest;
-    std::string kernels;
-    in >> kernels;
+        c.widest >> kernels;
     c.even = kernels == "even";
     c.clusters = c.even || kernels == "clusters";
     c.tokens_are_m = kernels == "tokens" || (c.clusters && c.quant == "block");
