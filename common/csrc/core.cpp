@@ -20,7 +20,12 @@ namespace {
 void bind_decode(nb::module_& module) {
   hpc::bind_plan_host(module);
   module.def("decode_map_bytes", &hpc::decode_map_bytes, nb::arg("max_batch"), nb::arg("num_ctas"));
-  module.def("floor_tiles", &hpc::floor_tiles, nb::arg("total_tiles"), nb::arg("num_ctas"), nb::arg("min_tiles"));
+  module.def(
+      "floor_tiles",
+      [](int64_t total_tiles, int32_t num_ctas, int32_t min_tiles) {
+        return hpc::floor_tiles(total_tiles, hpc::tiles_share(total_tiles, num_ctas), min_tiles);
+      },
+      nb::arg("total_tiles"), nb::arg("num_ctas"), nb::arg("min_tiles"));
   module.def("piece_tiles", &hpc::piece_tiles, nb::arg("num_tiles"));
   module.def(
       "partial_slots",

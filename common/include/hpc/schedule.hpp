@@ -114,6 +114,17 @@ HPC_HD int32_t ceil_div(int32_t a, int32_t b) {
   return a / b + (a % b != 0);
 }
 
+// The least power of two from `value` (at least 1) on.
+HPC_HD int32_t power_of_two_from(int32_t value) {
+#if defined(__CUDA_ARCH__)
+  return 1 << (32 - __clz(value - 1));
+#else
+  int32_t power = 1;
+  while (power < value) power *= 2;
+  return power;
+#endif
+}
+
 // Tiles that so many CTAs share: ceil(total / CTAs).
 HPC_HD int32_t tiles_share(int64_t total_tiles, int32_t num_ctas) {
   // 32 bits where they do: a division of 64 is a long subroutine on the device.
@@ -128,24 +139,20 @@ HPC_HD int32_t tiles_share(int64_t total_tiles, int32_t num_ctas) {
 // Others: a CTA whose run goes from one request into the next ends later than one that has a few tiles more. So the
 // CTAs' share is rounded up to a multiple of the least power of two of which it has at most 8, where that adds at most
 // 1/16 (and the share is at most 2^24): cuts then fall on the ends of requests whose lengths are such multiples.
-HPC_HD int32_t floor_tiles(int64_t total_tiles, int32_t num_ctas, int32_t min_tiles) {
+// share: tiles_share() of the plan's CTAs.
+HPC_HD int32_t floor_tiles(int64_t total_tiles, int32_t share, int32_t min_tiles) {
   constexpr int kWave = 132;  // SMs of an H100 or H200
   if (total_tiles <= static_cast<int64_t>(kWave) * min_tiles) return min_tiles;
   const bool small = total_tiles < static_cast<int64_t>(kWave) * 2 * min_tiles;
   const int32_t least = small ? ceil_div(static_cast<int32_t>(total_tiles), kWave) : 2 * min_tiles;
-  const int32_t share = tiles_share(total_tiles, num_ctas);
   if (share > 1 << 24) return least;
-  int32_t step = 1;
-  while (step < (share + 7) / 8) step *= 2;
-  const int32_t rounded = (share + step - 1) & -step;
+  const int32_t step = power_of_two_from((share + 7) / 8), rounded = (share + step - 1) & -step;
   return rounded > least && rounded - share <= share / 16 ? rounded : least;
 }
 
 // Tiles a CTA.
-HPC_HD int32_t decode_budget(int64_t total_tiles, int32_t num_ctas, int32_t floor) {
-  if (total_tiles == 0) return 0;
-  const int32_t share = tiles_share(total_tiles, num_ctas);
-  return share > floor ? share : floor;
+HPC_HD int32_t decode_budget(int64_t total_tiles, int32_t share, int32_t floor) {
+  return total_tiles == 0 ? 0 : (share > floor ? share : floor);
 }
 
 // Tiles of a piece in a batch-invariant plan, from the request's own tiles: 512 tokens, doubled until at most 256

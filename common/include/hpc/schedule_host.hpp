@@ -72,8 +72,9 @@ inline void plan_decode(const int32_t* seq_lens, const DecodeShape& shape, void*
   header.max_batch = shape.max_batch;
   header.batch_invariant = shape.batch_invariant;
   header.min_tiles = shape.min_tiles;
-  header.floor = floor_tiles(header.total_tiles, shape.num_ctas, shape.min_tiles);
-  header.budget = decode_budget(header.total_tiles, shape.num_ctas, header.floor);
+  const int32_t share = tiles_share(header.total_tiles, shape.num_ctas);
+  header.floor = floor_tiles(header.total_tiles, share, shape.min_tiles);
+  header.budget = decode_budget(header.total_tiles, share, header.floor);
 
   std::vector<DecodeCta> ctas(shape.num_ctas);
   std::vector<DecodeSplit> splits;

@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
   }
   if (thread == num_threads - 1 && batch == first + kItems) tile_begin[batch] = tiles;
   const int64_t total = static_cast<int64_t>(tile_sums.all) * shape.num_kv_heads;
-  const int32_t floor = floor_tiles(total, shape.num_ctas, shape.min_tiles);
-  const int32_t budget = decode_budget(total, shape.num_ctas, floor);
+  const int32_t share = tiles_share(total, shape.num_ctas), floor = floor_tiles(total, share, shape.min_tiles);
+  const int32_t budget = decode_budget(total, share, floor);
   __syncthreads();
 
   // 3. Request rows, and zeros behind the row that ends them.
