@@ -69,8 +69,7 @@ class Fault:
 
 FAULTS = {
     "a tile is dropped": Fault(
-        "decode_feed.cuh", "request.first_tile + piece.tile_end", "request.first_tile + piece.tile_end - 1"
-    ),
+        "decode_feed.cuh", "request.first_tile + piece.tile_end", "request.first_tile + piece.tile_end - 1"),
     "another head's keys and values": Fault(
         "decode_feed.cuh", "static_cast<uint64_t>(kv_head_) * cache.head_stride + lane % Layout::kLanes",
         "lane % Layout::kLanes",
@@ -80,22 +79,17 @@ FAULTS = {
         replace(SMALL, kv_dtype=FP8),
     ),
     "the output is not rescaled": Fault(
-        "decode_attend.cuh", "exp2_approx(reference - raised)", "1.0f", replace(LONG, num_ctas=1)
-    ),
+        "decode_attend.cuh", "exp2_approx(reference - raised)", "1.0f", replace(LONG, num_ctas=1)),
     "partial results of one thread are not rescaled": Fault(
-        "combine.cuh", "exp2_approx(w[i].x - m0)", "1.0f", replace(LONG, lengths=(1536,), num_ctas=24)
-    ),
+        "combine.cuh", "exp2_approx(w[i].x - m0)", "1.0f", replace(LONG, lengths=(1536,), num_ctas=24)),
     "partial results of two threads are not rescaled": Fault(
-        "decode_merge.cuh", "exp2_approx(b_ml.x - m0)", "1.0f", replace(LONG, num_ctas=6)
-    ),
+        "decode_merge.cuh", "exp2_approx(b_ml.x - m0)", "1.0f", replace(LONG, num_ctas=6)),
     "pairs are counted from the wrong one": Fault(
-        "combine.cuh", "unit -= __shfl_sync(kAllLanes, end, 31)", None, PAIRS
-    ),
+        "combine.cuh", "unit -= __shfl_sync(kAllLanes, end, 31)", None, PAIRS),
     "partial results are read before pdl_wait": Fault(
         "combine.cuh", "pdl_wait();\n    waited = true;", None, LONG),
     "the causal mask is off by one": Fault(
-        "decode_attend.cuh", "position < end", "position <= end", replace(SMALL, q_len=2)
-    ),
+        "decode_attend.cuh", "position < end", "position <= end", replace(SMALL, q_len=2)),
     "the window is off by one": Fault(
         "decode_attend.cuh", "position >= end - p_.window", "position > end - p_.window", replace(SMALL, window=20)
     ),
@@ -116,6 +110,12 @@ FAULTS = {
     ),
     "a block ends without pdl_wait": Fault("decode.cuh", "if (waits) pdl_wait();", None, LONG),
     "the first query is read before pdl_wait": Fault("decode.cuh", "waits || (lists && waited)", "lists", SOLOS),
+    "the last piece, taken first, for the first one": Fault(
+        "decode_feed.cuh", "state_.cursor.count += order.rest.count > 0", None, replace(LATER, window=190)),
+    "the last piece, taken before the list, for the first one": Fault(
+        "decode.cuh", "2 * cta + (order.rest.count > 0)", "2 * cta", LATER),
+    "nothing follows the last piece": Fault(
+        "decode_feed.cuh", "if (added_.pieces == 1 && cursor.left == 0) cursor = state_.rest", None, LATER),
     "the list is asked for the first block again": Fault("decode_feed.cuh", "next_ = count_;\n", None, LATER),
     "a team's causal mask is off by one": Fault(
         "decode_team.cuh", "position < min(end, limit_)", "position <= min(end, limit_)", replace(TEAMS, num_ctas=1)),

@@ -68,8 +68,9 @@ class DecodeWorker {
                 reinterpret_cast<DecodeRequest*>(smem + kSmem.requests), reinterpret_cast<Row*>(smem + kSmem.pieces)),
         own_(p, base_, first_row_, warp_, lane_) {}
 
-  // cta: row of the plan; run: that row, which has been asked for before anything else.
-  __device__ __forceinline__ void run(int32_t cta, const DecodeCta& run) {
+  // cta: row of the plan; run: that row, and `after` the next one, which have been asked for before anything else.
+  __device__ __forceinline__ void run(int32_t cta, const DecodeCta& run, const DecodeCta& after) {
+    const RunOrder order = kQuickStart ? run_order(run, after, p_.batch_invariant) : RunOrder{run, {}};
     // A plan that the kernel just before may have written is not touched before the wait. Otherwise the combine kernel
     // may start when every CTA of this one has: it waits for this kernel's end, and this one for what came before. Its
     // CTAs then find all SMs alike and spread over them, and the next call's CTAs can enter as these leave.
@@ -86,9 +87,9 @@ class DecodeWorker {
     Ring ring(base_ + kSmem.rings + worker_ * Ring::kBytes);
     Feed feed(p_, pieces_, warp_, lane_, own_.scales_);
     typename Feed::Lead lead = {};
-    if (kQuickStart) lead = feed.ask(run);
+    if (kQuickStart) lead = feed.ask(order.first);
     if (warp_ == 0) {
-      pieces_.begin(cta, run);
+      pieces_.begin(cta, order);
       if (kQuickStart) pieces_.refill(-1);  // while what was asked for is on its way
     }
 
@@ -104,7 +105,7 @@ class DecodeWorker {
     // row groups get the same slices from L2: there a team waits for its own instructions.
     const bool early_keys = p_.row_groups == 1;
     typename Feed::Slice following;
-    if (kQuickStart && feed.take(lead, cta, piece_)) {
+    if (kQuickStart && feed.take(lead, 2 * cta + (order.rest.count > 0), piece_)) {
       known = true;
       if (feed.push_first(ring, piece_, waited)) {
         ring.advance();
@@ -503,8 +504,11 @@ __global__ void __maxnreg__(decode_registers(kKind, kDim, kRowTiles))
   if (p.early_slices == 0) pdl_wait();
   const auto block = static_cast<int32_t>(blockIdx.x);
   const int32_t cta = !Worker::kGroups || p.row_groups == 1 ? block : block / p.row_groups;
-  const DecodeCta run = p.ctas[cta + static_cast<int32_t>(threadIdx.x) / kDecodeThreads];  // less than 1
-  Worker(p, smem).run(cta, run);
+  const auto ctas = static_cast<int32_t>(gridDim.x);
+  const int32_t last = (!Worker::kGroups || p.row_groups == 1 ? ctas : ctas / p.row_groups) - 1;
+  const int32_t none = static_cast<int32_t>(threadIdx.x) / kDecodeThreads;  // less than 1
+  const DecodeCta run = p.ctas[cta + none], after = p.ctas[min(cta + 1, last) + none];
+  Worker(p, smem).run(cta, run, after);
 }
 
 }  // namespace hpc::attention

@@ -110,7 +110,7 @@ class PieceList {
   struct State {
     uint64_t query_full[2 * kDecodeEpoch];
     uint64_t merge_free;
-    DecodeCursor cursor;
+    DecodeCursor cursor, rest;
     Known known[2];  // by the parity of the epoch during which it was written
   };
   static_assert(sizeof(State) <= kDecodeWalkBytes);
@@ -134,8 +134,12 @@ class PieceList {
   }
 
   // Warp 0, before it asks for a slice: the rows are there; goes to the CTA's first piece.
-  __device__ __forceinline__ void begin(int32_t cta, const DecodeCta& run) {
-    if (threadIdx.x == 0) state_.cursor = decode_cursor(cta, run);
+  __device__ __forceinline__ void begin(int32_t cta, const RunOrder& order) {
+    if (threadIdx.x == 0) {
+      state_.cursor = decode_cursor(cta, order.first);
+      state_.cursor.count += order.rest.count > 0;  // so that it is known not to begin the run
+      state_.rest = decode_cursor(cta, order.rest);
+    }
     cp_async_wait<0>();
     __syncwarp();
   }
@@ -168,6 +172,7 @@ class PieceList {
       }
       if (threadIdx.x == 0) pieces_[added_.pieces & (kDecodePieces - 1)] = made;
       ++added_.pieces;
+      if (added_.pieces == 1 && cursor.left == 0) cursor = state_.rest;
     }
     const bool told = added_.all;  // so the other epochs' readers know it already
     added_.all = cursor.left <= 0;
@@ -244,7 +249,7 @@ class Feed {
   }
   // Makes it, where the first piece is not a solo piece, and the plan an ordinary one: true, and that piece as the list
   // will have it. (Only kernels that have solo pieces call these.)
-  __device__ __forceinline__ bool take(const Lead& lead, int32_t cta, Row& first) {
+  __device__ __forceinline__ bool take(const Lead& lead, int32_t slot, Row& first) {
     const DecodeCta& run = lead.run;
     if (run.count == 0 || p_.batch_invariant) return false;
     DecodePiece piece = {};
@@ -253,7 +258,7 @@ class Feed {
     piece.whole = run.tile == 0 && piece.tile_end == lead.request.num_tiles;
     piece.request = run.request;
     piece.kv_head = run.kv_head;
-    piece.slot = 2 * cta;
+    piece.slot = slot;
     const Row row = piece_row<kTokens, kWorkers>(piece, lead.request, p_);
     if (row.begin * Row::kUnit != run.tile * kTileTokens || row.can_be_solo()) return false;
     count_ = min((row.count + kWorkers - 1 - worker_) / kWorkers, 32 >> log_ids_);

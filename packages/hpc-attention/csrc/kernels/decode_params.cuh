@@ -80,6 +80,23 @@ struct DecodeParams {
   int32_t early_slices;
 };
 
+// In which order a CTA takes its run. With the last piece first, where that is a cut pair's and no longer than the
+// others together: what ends the run is then long enough to hide the merging of everything before it.
+struct RunOrder {
+  DecodeCta first;
+  DecodeCta rest;  // count 0: nothing
+};
+__device__ __forceinline__ RunOrder run_order(const DecodeCta& run, const DecodeCta& after, bool batch_invariant) {
+  RunOrder order = {run, {}};
+  const bool other = after.request != run.request || after.kv_head != run.kv_head;
+  if (other && after.tile > 0 && 2 * after.tile <= run.count && !batch_invariant) {
+    order.first = {after.request, after.kv_head, 0, after.tile};
+    order.rest = run;
+    order.rest.count -= after.tile;
+  }
+  return order;
+}
+
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
