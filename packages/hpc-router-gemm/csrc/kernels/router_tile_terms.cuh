@@ -3,7 +3,7 @@
 //
 // The order of products, and so each score's bits, is that of multiply_tiles(): smaller terms first in each k16 step,
 // or, with three terms, in each group of 4; the accumulator is moved to an ordinary fp32 sum every 16 of a consumer's
-// steps for two terms, every 4 for three.
+// steps for two terms, every 4 for three. Two accumulators take turns, so that the tensor cores have work meanwhile.
 #pragma once
 
 #include "hpc/mbarrier.cuh"
@@ -37,10 +37,7 @@ __device__ __forceinline__ void multiply_terms(const TileParams& p, int wm, int 
     }
   };
 
-#pragma unroll
-  for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.0f;
-  float part[kTokens / 2];
-  const auto multiply = [&](bool fresh) {
+  const auto multiply = [&](float (&part)[kTokens / 2], bool fresh) {
     uint64_t weights[kStages], tokens[kStages];
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
@@ -50,43 +47,60 @@ __device__ __forceinline__ void multiply_terms(const TileParams& p, int wm, int 
       tokens[i] = stage_descriptor<Shape::kStageK>(stage + own_tokens);
       ring.advance(1, p.stages);
     }
-    const auto product = [&](int step, int term, bool accumulate) {
-      wgmma_ss<WgmmaType::kBf16, kTokens>(
-          part, weights[step / kSteps] + term * (Shape::kTermBytes >> 4) + 2 * (step % kSteps),
-          tokens[step / kSteps] + 2 * (step % kSteps), accumulate);
-    };
     wgmma_fence(part);
     wgmma_arrive();
 #pragma unroll
     for (int from = 0; from < kStages * kSteps; from += kGroup) {
 #pragma unroll
-      for (int step = from; step < from + kGroup; ++step) {
-#pragma unroll
-        for (int term = kTerms - 1; term > 0; --term) product(step, term, !fresh || step > 0 || term < kTerms - 1);
+      for (int i = 0; i < kTerms * kGroup; ++i) {  // all terms but the first of each step, then the first
+        const bool others = i < (kTerms - 1) * kGroup;
+        const int step = from + (others ? i / (kTerms - 1) : i % kGroup);
+        const int term = others ? kTerms - 1 - i % (kTerms - 1) : 0;
+        wgmma_ss<WgmmaType::kBf16, kTokens>(
+            part, weights[step / kSteps] + term * (Shape::kTermBytes >> 4) + 2 * (step % kSteps),
+            tokens[step / kSteps] + 2 * (step % kSteps), !fresh || from + i > 0);
       }
-#pragma unroll
-      for (int step = from; step < from + kGroup; ++step) product(step, 0, true);
     }
     wgmma_commit();
   };
   int turns = TileBlocks(p, blockIdx.x).count * (8 / (kStages * kSteps));
-#pragma unroll 1
-  while (turns > 0) {
+  const auto add = [&](float (&part)[kTokens / 2]) {
+    wgmma_fence(part);
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) sum[i] += part[i];
+  };
+  // Products of one accumulator; those of the one before it end meanwhile, and the sum takes it.
+  const auto accumulate = [&](float (&now)[kTokens / 2], float (&before)[kTokens / 2], bool first) {
     const int count = min(turns, kTurns);
     turns -= count;
-    multiply(true);
+    multiply(now, true);
+    if (!first) {
+      wgmma_wait<1>();
+      release();
+      add(before);
+    }
 #pragma unroll 1
     for (int i = 1; i < count; ++i) {
-      multiply(false);
+      multiply(now, false);
       wgmma_wait<1>();
       release();
     }
-    wgmma_wait<0>();
-    wgmma_fence(part);
-    release();
+  };
 #pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) sum[i] += part[i];
+  for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.0f;
+  float even[kTokens / 2], odd[kTokens / 2];
+  accumulate(even, odd, true);
+#pragma unroll 1
+  while (turns > 0) {
+    accumulate(odd, even, false);
+    if (turns == 0) {
+      wgmma_wait<0>();
+      return add(odd);
+    }
+    accumulate(even, odd, false);
   }
+  wgmma_wait<0>();
+  add(even);
 }
 
 }  // namespace hpc::router
