@@ -47,7 +47,10 @@ def times_of(document: Mapping) -> Times:
 
 
 def decode_table(heading: str, token_bytes: int, rows: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Markdown lines: floor, ours, ours with its share of the plan, bandwidth, and the peers that were there."""
+    """Markdown lines: floor, ours, ours with its share of the plan, bandwidth, and the peers that were there.
+
+    A time that the results lack is an empty cell.
+    """
     peers = sorted({name for row in rows.values() for name in row if not name.startswith("ours")})
     lines = [
         f"{heading}:",
@@ -57,9 +60,9 @@ def decode_table(heading: str, token_bytes: int, rows: Mapping[str, Mapping[str,
     ]
     for case, row in rows.items():
         size = token_bytes * sum(parse_lengths(case))
-        cells = [f"{floor_us(size):.1f}", f"{row['ours']:.1f}", f"{row['ours, plan/48']:.1f}"]
-        cells += [f"{size / row['ours, plan/48'] / 1e6:.2f}"]
-        cells += [f"{row[name]:.1f}" if name in row else "" for name in peers]
+        us = [f"{row[name]:.1f}" if name in row else "" for name in ("ours", "ours, plan/48", *peers)]
+        bandwidth = f"{size / row['ours, plan/48'] / 1e6:.2f}" if "ours, plan/48" in row else ""
+        cells = [f"{floor_us(size):.1f}", *us[:2], bandwidth, *us[2:]]
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
     return [line.rstrip() for line in lines] + [""]
 

@@ -27,6 +27,7 @@ def test_a_peer_has_a_column_and_sweeps_have_a_panel_each(figures: ModuleType) -
 
     rows = [row("decode-e4m3-8/1", "1x4K", 2.0), row("decode-e4m3-8/1", "1x4K", 2.5, "ours, plan/48")]
     rows += [row("decode-e4m3-8/1", "1x4K", 9.9, "FlashInfer"), row("skew-e4m3", "64x4K", 20.0)]
+    rows += [row("decode-e4m3-8/1", "1x32K", 7.0)]  # what is missing is an empty cell
     rows += [row(f"tokens-{kind}", f"{n}K", n + 1.0) for kind in ("e4m3", "bf16") for n in (8, 16, 32)]
     rows += [row("q_len-e4m3", f"{n}", 20.0 + n) for n in (1, 2, 4)]
     document = {"device": "a GPU", "date": "2026-01-01", "rows": rows}
@@ -35,6 +36,7 @@ def test_a_peer_has_a_column_and_sweeps_have_a_panel_each(figures: ModuleType) -
     assert (
         "| 1x4K | 1.2 | 2.0 | 2.5 | 0.42 | 9.9 |" in text and "FlashInfer" in text and "`skew-e4m3`: 64x4K 20.0" in text
     )
+    assert "| 1x32K | 3.0 | 7.0 |  |  |  |" in text
     root = ElementTree.fromstring(found[figures.RESULTS.with_name("scaling.svg")])
     lines = [each.get("points").split() for each in root.iter() if each.tag.endswith("polyline")]
     assert [len(points) for points in lines] == [3, 3, 3]
