@@ -1,7 +1,8 @@
 """The decode kernels' arithmetic without a GPU: their own sources on a CPU emulation of thread blocks.
 
 emulation/block.hpp says what is emulated and what is not. The kernels, their launchers and csrc/api/decode.cpp are
-compiled once a session, with planted faults in them that a number switches on; each of those must be noticed.
+compiled once a session, with the faults of attention_kernel_faults.py in them, which a number switches on; each of
+those must be noticed.
 """
 
 import ctypes
@@ -12,9 +13,10 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,9 +24,25 @@ import pytest
 import torch
 from hpc_attention import DecodePlan, _cuda
 from hpc_attention.support import FP8
-from hpc_attention.testing import Inputs, Problem
+from hpc_attention.testing import Inputs
 from hpc_common.poison import Canary, dirty_, fill_nan_
 
+sys.path.insert(0, str(Path(__file__).parent))  # tests are no package
+from attention_kernel_faults import (  # noqa: E402
+    FAULTS,
+    LATER,
+    LONG,
+    MANY,
+    PAIRS,
+    RACES,
+    SMALL,
+    SMALL_PAGES,
+    SOLOS,
+    TEAMS,
+    Fault,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 BF16, FP16 = torch.bfloat16, torch.float16
 EMULATION = Path(__file__).resolve().parent / "emulation"
 CSRC = EMULATION.parents[1] / "csrc"
@@ -37,114 +55,6 @@ SOURCES = (
     "launch/decode_e4m3.cu", "launch/decode_bf16.cu", "launch/decode_fp16.cu", "api/decode.cpp", "launch/decode.cu",
     "launch/plan.cu",
 )  # fmt: skip
-
-SMALL = Problem(lengths=(150, 0, 65, 1), num_q_heads=8, num_kv_heads=2, num_ctas=3)
-LONG = replace(SMALL, lengths=(700,), num_kv_heads=1, sm_scale=1.0)
-# CTAs that begin in one request and go on in others.
-LATER = replace(LONG, lengths=(70, 200, 150, 300), num_ctas=3)
-# A CTA that begins with more pieces of one warp alone than it has warps.
-SOLOS = replace(LONG, lengths=(60, 100, 20, 3, 9, 80, 33, 120, 64), num_ctas=1)
-# Several slices a warp, each of 32 pages.
-SMALL_PAGES = replace(LONG, lengths=(1500,), num_ctas=1, page_size=1, kv_dtype=FP8)
-# Forty pairs in two pieces.
-PAIRS = replace(LONG, lengths=(70,) * 40, num_ctas=80)
-# Teams of warps: more than 8 query rows a KV head of D = 128.
-TEAMS = replace(LONG, lengths=(1100, 5, 300), num_q_heads=16, q_len=2, kv_dtype=FP8, num_ctas=3)
-# More pieces a CTA than its list and its queries have room for; most are one warp's alone.
-MANY = replace(SMALL, lengths=(*(1 + 5 * i % 130 for i in range(60)), 200, 0, 270), head_dim=64, num_ctas=1)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A mistake: a file of csrc/kernels, its text, the expression that takes its place, a problem that must show it.
-
-    wrong: None leaves out the statement that `right` begins with.
-    """
-
-    file: str
-    right: str
-    wrong: str | None
-    problem: Problem = SMALL
-
-
-FAULTS = {
-    "a tile is dropped": Fault(
-        "decode_feed.cuh", "request.first_tile + piece.tile_end", "request.first_tile + piece.tile_end - 1"),
-    "another head's keys and values": Fault(
-        "decode_feed.cuh", "static_cast<uint64_t>(kv_head_) * cache.head_stride + lane % Layout::kLanes",
-        "lane % Layout::kLanes",
-    ),
-    "columns of V are exchanged": Fault(
-        "decode_attend.cuh", "chunk * kPairs + 2 * w + half", "chunk * kPairs + 2 * w + 1 - half",
-        replace(SMALL, kv_dtype=FP8),
-    ),
-    "the output is not rescaled": Fault(
-        "decode_attend.cuh", "exp2_approx(reference - raised)", "1.0f", replace(LONG, num_ctas=1)),
-    "partial results of one thread are not rescaled": Fault(
-        "combine.cuh", "exp2_approx(w[i].x - m0)", "1.0f", replace(LONG, lengths=(1536,), num_ctas=24)),
-    "partial results of two threads are not rescaled": Fault(
-        "decode_merge.cuh", "exp2_approx(b_ml.x - m0)", "1.0f", replace(LONG, num_ctas=6)),
-    "pairs are counted from the wrong one": Fault(
-        "combine.cuh", "unit -= __shfl_sync(kAllLanes, end, 31)", None, PAIRS),
-    "partial results are read before pdl_wait": Fault(
-        "combine.cuh", "pdl_wait();\n    waited = true;", None, LONG),
-    "the causal mask is off by one": Fault(
-        "decode_attend.cuh", "position < end", "position <= end", replace(SMALL, q_len=2)),
-    "the window is off by one": Fault(
-        "decode_attend.cuh", "position >= end - p_.window", "position > end - p_.window", replace(SMALL, window=20)
-    ),
-    "copies are not waited for": Fault(
-        "decode_attend.cuh", "cp_async_wait<kStages - 1>();\n    __syncwarp();\n    score", None
-    ),
-    "a team's values are not waited for": Fault(
-        "decode_team.cuh", "if (early) cp_async_wait<kPending>();  // values", None, TEAMS),
-    "lanes do not wait for each other's copies": Fault("decode_attend.cuh", "__syncwarp();\n    score", None),
-    "warps do not wait for each other's results": Fault(
-        "decode.cuh", "__syncthreads();\n      for (int32_t vector", None
-    ),
-    "queries are overwritten before they are used": Fault(
-        "decode.cuh", "index + 2 * kDecodeEpoch", "index + 3 * kDecodeEpoch", MANY
-    ),
-    "page ids of a block's first half for its second": Fault(
-        "decode_feed.cuh", "(index_ << log_ids_) < 32", "true", SMALL_PAGES
-    ),
-    "a block ends without pdl_wait": Fault("decode.cuh", "if (waits) pdl_wait();", None, LONG),
-    "the first query is read before pdl_wait": Fault("decode.cuh", "waits || (lists && waited)", "lists", SOLOS),
-    "the last piece, taken first, for the first one": Fault(
-        "decode_feed.cuh", "state_.cursor.count += order.rest.count > 0", None, replace(LATER, window=190)),
-    "the last piece, taken before the list, for the first one": Fault(
-        "decode.cuh", "2 * cta + (order.rest.count > 0)", "2 * cta", LATER),
-    "nothing follows the last piece": Fault(
-        "decode_feed.cuh", "if (added_.pieces == 1 && cursor.left == 0) cursor = state_.rest", None, LATER),
-    "the list is asked for the first block again": Fault("decode_feed.cuh", "next_ = count_;\n", None, LATER),
-    "a team's causal mask is off by one": Fault(
-        "decode_team.cuh", "position < min(end, limit_)", "position <= min(end, limit_)", replace(TEAMS, num_ctas=1)),
-    "a team does not wait for its probabilities": Fault(
-        "decode_team.cuh", "named_barrier_any(1 + team_, kTeamThreads, above)", "above", TEAMS),
-    "a slice is filled again before its team has read it": Fault(
-        "decode_team.cuh", "named_barrier_sync(1 + team_, kTeamThreads);\n  }\n\n  // scores = K", None,
-        replace(TEAMS, lengths=(1500,), num_ctas=1),
-    ),
-    "a warp's largest scores for the team's": Fault(
-        "decode_team.cuh", "rows + w * kStep", "rows + part_ * kStep", TEAMS),
-    "a team's slice goes past its piece": Fault(
-        "decode_team.cuh", "position < min(end, limit_)", "position < end",
-        replace(TEAMS, lengths=(1100,), num_ctas=6, sm_scale=0.05)),
-    "a team's output is not rescaled": Fault(
-        "decode_team.cuh", "exp2_approx(reference - raised)", "1.0f", replace(TEAMS, num_ctas=1)),
-    "one warp's sums for the team's": Fault("decode.cuh", "pairs[i].y += more.y", None, TEAMS),
-    "the first slice has tokens of this step": Fault(
-        "decode_feed.cuh", "(all ? 0 : p_.q_len)", "0",
-        replace(LONG, lengths=(576,), num_q_heads=1, q_len=8, num_ctas=9),
-    ),
-    "the second slice is of the first one's page": Fault(
-        "decode_feed.cuh", "__shfl_sync(kAllLanes, ids_[0], index_)", "__shfl_sync(kAllLanes, ids_[0], 0)", LONG
-    ),
-    "warps put their results in one place": Fault("decode.cuh", "place * (kOutTiles * kTilePitch)", "0", LONG),
-    "this step's tokens are read before pdl_wait": Fault(
-        "decode_feed.cuh", "first_token(where) + kOwn <= pieces_[where].high - p_.q_len", "true"
-    ),
-}  # fmt: skip
 
 
 def plant(text: str, fault: Fault, number: int) -> str:
@@ -160,7 +70,7 @@ def compile_emulation(compiler: str, build: Path) -> Path:
     shutil.copytree(CSRC, build / "csrc")
     for file in (build / "csrc/kernels").iterdir():
         text = file.read_text().replace("extern __shared__", "extern")
-        for number, fault in enumerate(FAULTS.values(), 1):
+        for number, fault in enumerate((FAULTS | RACES).values(), 1):
             text = plant(text, fault, number) if fault.file == file.name else text
         file.write_text(text)
     (build / "include/hpc").mkdir(parents=True)
@@ -183,7 +93,7 @@ def compile_emulation(compiler: str, build: Path) -> Path:
         run([*flags, *ptx, "-x", "c++", "-c", str(source), "-o", str(to)])
         return str(to)
 
-    sources = [build / "csrc" / name for name in SOURCES] + [EMULATION / "block.cpp", EMULATION / "driver.cpp"]
+    sources = [build / "csrc" / name for name in SOURCES] + sorted(EMULATION.glob("*.cpp"))
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compiled, sources))
     library = build / "emulated.so"
@@ -316,6 +226,19 @@ PROBLEMS = {
     "batch-invariant": replace(SMALL, lengths=(1100, 65, 0, 1), batch_invariant=True, q_len=2, kv_dtype=FP8),
     "no tokens at all": replace(SMALL, lengths=(0, 0)),
 }
+# Two and four row tiles, CTAs with one piece and with many, whole and cut.
+SPREAD = replace(SMALL, lengths=(1, 64, 700, 0, 130, 65), num_q_heads=32, num_ctas=132)
+for kind, kv_dtype in (("bf16", BF16), ("e4m3", FP8)):
+    PROBLEMS |= {
+        f"teams, {kind}, {name}": replace(SPREAD, kv_dtype=kv_dtype, **changes)
+        for name, changes in {
+            "16 rows": {},
+            "32 rows": {"q_len": 2},
+            "12 rows, pages of 16": {"num_q_heads": 24, "page_size": 16},
+            "32 rows, window": {"q_len": 2, "lengths": (3000, 65, 1), "window": 70, "softcap": 8.0, "sinks": True},
+            "16 rows, 4 CTAs": {"num_ctas": 4},
+        }.items()
+    }
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -345,14 +268,18 @@ def test_right_behind_an_update(emulated: Emulated, name: str) -> None:
     inputs.check(*run(emulated, inputs), kernel=True)
 
 
-@pytest.mark.parametrize("number", range(1, len(FAULTS) + 1), ids=FAULTS)
-def test_planted_fault_is_noticed(emulated: Emulated, number: int) -> None:
-    fault = list(FAULTS.values())[number - 1]
+@pytest.mark.parametrize("name", [*FAULTS, *RACES])
+def test_planted_fault_is_noticed(emulated: Emulated, name: str) -> None:
+    """Those of RACES as races: the error says who, what and where."""
+    faults = FAULTS | RACES
+    fault = faults[name]
     assert (CSRC / "kernels" / fault.file).read_text().count(fault.right) == 1, "plant the fault in the new code"
     inputs = fault.problem.make()
     inputs.check(*run(emulated, inputs), kernel=True)
-    emulated.library.emulation_set_fault(number)
-    with pytest.raises((AssertionError, RuntimeError), match=r"^out: |^lse: |^emulation: "):
+    emulated.library.emulation_set_fault(list(faults).index(name) + 1)
+    race = r"^emulation: a race: (read|write) by thread \d+ after a (read|write) by thread \d+ at shared byte \d+$"
+    message = race if name in RACES else r"^out: |^lse: |^emulation: "
+    with pytest.raises((AssertionError, RuntimeError), match=message):
         inputs.check(*run(emulated, inputs), kernel=True)
 
 

@@ -1,5 +1,6 @@
 // Fibers: first entered by setcontext, then changed by _setjmp and _longjmp, which make no system call.
 #include "block.hpp"
+#include "races.hpp"
 
 #include <csetjmp>
 #include <cstring>
@@ -7,6 +8,7 @@
 #include <exception>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <ucontext.h>
@@ -54,6 +56,7 @@ struct Barrier {
   int64_t missing_bytes;  // announced and not yet copied
   std::vector<std::pair<uint32_t, std::vector<char>>> copies;
   std::vector<int> waiting;  // threads
+  Clock clock, ended;        // of this phase and of the one before
 };
 
 // A named barrier: who waits, and the results of this round and of the one before.
@@ -133,6 +136,14 @@ bool run_warp(int warp, const std::function<void(int)>& enter) {
   return any;
 }
 
+// `count` threads from `first` on have met.
+void meet(int first, int count) {
+  int threads[kMaxThreads];
+  std::iota(threads, threads + count, first);
+  for (int i = 0; i < count; ++i) fibers[threads[i]].state = State::kReady;
+  order_threads({threads, static_cast<size_t>(count)});
+}
+
 // The predecessor ends as late as it can: when no thread gets on without it. False where none waits for it.
 bool end_predecessor() {
   if (!std::exchange(predecessor_runs, false)) return false;
@@ -165,6 +176,7 @@ void run_block(int threads, size_t smem_bytes, const std::function<void(int)>& e
     makecontext(&fiber.start, run_thread, 0);
   }
   for (Warp& warp : warps) warp.arrived = warp.generation = 0;
+  begin_races(threads, smem_bytes);
   barriers.clear();
   for (NamedBarrier& barrier : named_barriers) barrier = {};
   std::memset(hpc::attention::smem, 0xff, sizeof(hpc::attention::smem));
@@ -216,7 +228,12 @@ const uint32_t (*exchange(Meeting meeting, const uint32_t* mine, int words))[32]
   } else {
     warp.arrived = 0;
     ++warp.generation;
-    for (int i = 0; i < 32; ++i) fibers[current / 32 * 32 + i].state = State::kReady;
+    const int first = current / 32 * 32;
+    if (meeting == Meeting::kSync) {
+      meet(first, 32);
+    } else {
+      for (int i = 0; i < 32; ++i) fibers[first + i].state = State::kReady;
+    }
   }
   return warp.words[generation & 1];
 }
@@ -226,7 +243,7 @@ void sync_block() {
     suspend(State::kInBlock);
   } else {
     arrived = 0;
-    for (int i = 0; i < num_threads; ++i) fibers[i].state = State::kReady;
+    meet(0, num_threads);
   }
 }
 
@@ -235,11 +252,12 @@ bool sync_threads(int id, int threads, bool value) {
   NamedBarrier& barrier = named_barriers[id];
   bool& any = barrier.any[barrier.generation & 1];
   any = value || (any && !barrier.waiting.empty());
-  if (static_cast<int>(barrier.waiting.size()) + 1 < threads) {
-    barrier.waiting.push_back(current);
+  barrier.waiting.push_back(current);
+  if (static_cast<int>(barrier.waiting.size()) < threads) {
     suspend(State::kInBarrier);
   } else {
     ++barrier.generation;
+    order_threads(barrier.waiting);
     for (const int thread : std::exchange(barrier.waiting, {})) fibers[thread].state = State::kReady;
   }
   return any;
@@ -260,12 +278,24 @@ char* shared_pointer(uint32_t address, uint32_t bytes) {
   return hpc::attention::smem + address;
 }
 
+const char* read_shared(uint32_t address, uint32_t bytes) {
+  const char* pointer = shared_pointer(address, bytes);
+  check_read(current, address, bytes);
+  return pointer;
+}
+
+char* write_shared(uint32_t address, uint32_t bytes) {
+  char* pointer = shared_pointer(address, bytes);
+  check_write(current, address, bytes);
+  return pointer;
+}
+
 void copy_async(uint32_t shared, const void* global, int size, int bytes) {
   require(reinterpret_cast<uintptr_t>(global) % static_cast<uintptr_t>(size) == 0, "misaligned source of a copy");
   Copy copy = {shared, size, {}};
   std::memcpy(copy.data, global, static_cast<size_t>(bytes));
   fibers[current].open.push_back(copy);
-  std::memset(shared_pointer(shared, static_cast<uint32_t>(size)), 0xff, static_cast<size_t>(size));
+  std::memset(write_shared(shared, static_cast<uint32_t>(size)), 0xff, static_cast<size_t>(size));
 }
 
 void commit_copies() {
@@ -275,7 +305,7 @@ void commit_copies() {
 
 void init_barrier(uint32_t address, uint32_t count) {
   shared_pointer(address, 8);
-  barriers[address] = {count, 0, 0, 0, {}, {}};
+  barriers[address] = {.count = count};
 }
 
 // A phase ends when all have arrived and all bytes are there. Copies are held back until a thread waits for them.
@@ -288,6 +318,7 @@ static void end_phase(Barrier& barrier) {
   barrier.copies.clear();
   barrier.arrived = 0;
   ++barrier.phase;
+  barrier.ended = std::exchange(barrier.clock, {});
   for (const int thread : std::exchange(barrier.waiting, {})) fibers[thread].state = State::kReady;
 }
 
@@ -300,22 +331,27 @@ void arrive(uint32_t address, uint32_t expected_bytes) {
   Barrier& barrier = barrier_at(address);
   require(barrier.arrived < barrier.count, "too many arrivals at a barrier");
   ++barrier.arrived;
+  order_before(barrier.clock, current);
   barrier.missing_bytes += expected_bytes;
   end_phase(barrier);
 }
 
 void wait_barrier(uint32_t address, uint32_t parity) {
   Barrier& barrier = barrier_at(address);
-  if ((barrier.phase & 1) != parity) return;  // the phase of this parity is over
-  barrier.waiting.push_back(current);
-  end_phase(barrier);
-  if ((barrier.phase & 1) == parity) suspend(State::kInBarrier);
+  if ((barrier.phase & 1) == parity) {  // else the phase of this parity is over
+    barrier.waiting.push_back(current);
+    end_phase(barrier);
+    if ((barrier.phase & 1) == parity) suspend(State::kInBarrier);
+  }
+  order_behind(barrier.ended, current);
 }
 
 void bulk_copy(uint32_t shared, const void* global, uint32_t bytes, uint32_t address) {
   Barrier& barrier = barrier_at(address);
   require(reinterpret_cast<uintptr_t>(global) % 16 == 0 && bytes % 16 == 0, "misaligned bulk copy");
   shared_pointer(shared + bytes - 16, 16);
+  check_write(current, shared, bytes);
+  order_before(barrier.clock, current);
   std::memset(shared_pointer(shared, 16), 0xff, bytes);
   const char* source = static_cast<const char*>(global);
   barrier.copies.emplace_back(shared, std::vector<char>(source, source + bytes));
@@ -327,7 +363,7 @@ void wait_for_copies(size_t pending) {
   auto& groups = fibers[current].groups;
   for (; groups.size() > pending; groups.pop_front()) {
     for (const Copy& copy : groups.front()) {
-      std::memcpy(shared_pointer(copy.shared, static_cast<uint32_t>(copy.size)), copy.data,
+      std::memcpy(write_shared(copy.shared, static_cast<uint32_t>(copy.size)), copy.data,
                   static_cast<size_t>(copy.size));
     }
   }

@@ -7,11 +7,12 @@
 //   - lanes of a warp that meet at different instructions, and deadlocks;
 //   - shared memory outside what the launch asked for, misaligned accesses and copies;
 //   - shared memory read before it was written, and copies read before cp_async_wait and __syncwarp: NaN until then;
+//   - races in shared memory: accesses that no barrier orders (races.hpp says which are seen);
 //   - a thread that ends without pdl_wait, and what is read or written too early: pdl_wait returns when no thread of
 //     the block gets on without it, and memory that a predecessor writes (late) holds NaN before, its contents then.
-// Not emulated: time; the memory model (a missing fence, races between blocks or kernels); a warp whose lanes run
-//   apart; when a wgmma reads and writes, clusters, the copy engine; how tensor cores round sums and how coarse the
-//   approximate functions are; limits of registers.
+// Not emulated: time; the memory model (a missing fence, races in global memory, between blocks or kernels); a warp
+//   whose lanes run apart; when a wgmma reads and writes, clusters, the copy engine; how tensor cores round sums and
+//   how coarse the approximate functions are; limits of registers.
 #pragma once
 
 #include <cstddef>
@@ -53,6 +54,9 @@ void wait_for_predecessor();
 // Shared memory: addresses count from its beginning.
 uint32_t shared_address(const void* pointer);
 char* shared_pointer(uint32_t address, uint32_t bytes);
+// The same for an access of the current thread, which must not race with another's.
+const char* read_shared(uint32_t address, uint32_t bytes);
+char* write_shared(uint32_t address, uint32_t bytes);
 void copy_async(uint32_t shared, const void* global, int size, int bytes);
 void commit_copies();
 void wait_for_copies(size_t pending);

@@ -77,7 +77,7 @@ void cp_async_wait() {
 template <typename T>
 T load_shared(uint32_t shared) {
   T value;
-  std::memcpy(&value, emulation::shared_pointer(shared, sizeof(T)), sizeof(T));
+  std::memcpy(&value, emulation::read_shared(shared, sizeof(T)), sizeof(T));
   return value;
 }
 inline uint4 lds128(uint32_t shared) {
@@ -90,10 +90,10 @@ inline uint32_t lds32(uint32_t shared) {
   return load_shared<uint32_t>(shared);
 }
 inline void sts32(uint32_t shared, uint32_t value) {
-  std::memcpy(emulation::shared_pointer(shared, 4), &value, 4);
+  std::memcpy(emulation::write_shared(shared, 4), &value, 4);
 }
 inline void sts128(uint32_t shared, uint4 value) {
-  std::memcpy(emulation::shared_pointer(shared, 16), &value, 16);
+  std::memcpy(emulation::write_shared(shared, 16), &value, 16);
 }
 
 // 16-bit numbers, by their bits: not every host compiler has the types.
@@ -163,7 +163,12 @@ void wgmma_half(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool 
   const auto all = emulation::exchange(emulation::Meeting::kMma, mine, 8);
   const int g = emulation::lane() / 4, t = emulation::lane() % 4;
   const auto field = [&](int bit) { return static_cast<uint32_t>(b >> bit & 0x3fffu) << 4; };
+  // The warp's reads, of each block of 8 rows a word a lane: not the one that this lane may have written itself.
+  const uint32_t word = static_cast<uint32_t>(4 * (31 - emulation::lane()));
   for (int j = 0; j < kTiles; ++j) {
+    for (uint32_t k = 0; k < 2; ++k) {
+      emulation::read_shared(field(0) + k * field(16) + static_cast<uint32_t>(j) * field(32) + word, 4);
+    }
     for (int i = 0; i < 4; ++i) {
       const int column = 2 * t + i % 2;
       double sum = accumulate ? d[j][i] : 0.0;

@@ -1,0 +1,144 @@
+"""Problems of the emulated decode kernels' test, and the mistakes that are planted into them."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from hpc_attention.support import FP8
+from hpc_attention.testing import Problem
+
+BF16 = torch.bfloat16
+
+SMALL = Problem(lengths=(150, 0, 65, 1), num_q_heads=8, num_kv_heads=2, num_ctas=3)
+LONG = replace(SMALL, lengths=(700,), num_kv_heads=1, sm_scale=1.0)
+# CTAs that begin in one request and go on in others.
+LATER = replace(LONG, lengths=(70, 200, 150, 300), num_ctas=3)
+# A CTA that begins with more pieces of one warp alone than it has warps.
+SOLOS = replace(LONG, lengths=(60, 100, 20, 3, 9, 80, 33, 120, 64), num_ctas=1)
+# Several slices a warp, each of 32 pages.
+SMALL_PAGES = replace(LONG, lengths=(1500,), num_ctas=1, page_size=1, kv_dtype=FP8)
+# Forty pairs in two pieces.
+PAIRS = replace(LONG, lengths=(70,) * 40, num_ctas=80)
+# Teams of warps: more than 8 query rows a KV head of D = 128.
+TEAMS = replace(LONG, lengths=(1100, 5, 300), num_q_heads=16, q_len=2, kv_dtype=FP8, num_ctas=3)
+# More pieces a CTA than its list and its queries have room for; most are one warp's alone.
+MANY = replace(SMALL, lengths=(*(1 + 5 * i % 130 for i in range(60)), 200, 0, 270), head_dim=64, num_ctas=1)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake: a file of csrc/kernels, its text, the expression that takes its place, a problem that must show it.
+
+    wrong: None leaves out the statement that `right` begins with.
+    """
+
+    file: str
+    right: str
+    wrong: str | None
+    problem: Problem = SMALL
+
+
+FAULTS = {
+    "a tile is dropped": Fault(
+        "decode_feed.cuh", "request.first_tile + piece.tile_end", "request.first_tile + piece.tile_end - 1"),
+    "another head's keys and values": Fault(
+        "decode_feed.cuh", "static_cast<uint64_t>(kv_head_) * cache.head_stride + lane % Layout::kLanes",
+        "lane % Layout::kLanes",
+    ),
+    "columns of V are exchanged": Fault(
+        "decode_attend.cuh", "chunk * kPairs + 2 * w + half", "chunk * kPairs + 2 * w + 1 - half",
+        replace(SMALL, kv_dtype=FP8),
+    ),
+    "the output is not rescaled": Fault(
+        "decode_attend.cuh", "exp2_approx(reference - raised)", "1.0f", replace(LONG, num_ctas=1)),
+    "partial results of one thread are not rescaled": Fault(
+        "combine.cuh", "exp2_approx(w[i].x - m0)", "1.0f", replace(LONG, lengths=(1536,), num_ctas=24)),
+    "partial results of two threads are not rescaled": Fault(
+        "decode_merge.cuh", "exp2_approx(b_ml.x - m0)", "1.0f", replace(LONG, num_ctas=6)),
+    "pairs are counted from the wrong one": Fault(
+        "combine.cuh", "unit -= __shfl_sync(kAllLanes, end, 31)", None, PAIRS),
+    "partial results are read before pdl_wait": Fault(
+        "combine.cuh", "pdl_wait();\n    waited = true;", None, LONG),
+    "the causal mask is off by one": Fault(
+        "decode_attend.cuh", "position < end", "position <= end", replace(SMALL, q_len=2)),
+    "the window is off by one": Fault(
+        "decode_attend.cuh", "position >= end - p_.window", "position > end - p_.window", replace(SMALL, window=20)
+    ),
+    "copies are not waited for": Fault(
+        "decode_attend.cuh", "cp_async_wait<kStages - 1>();\n    __syncwarp();\n    score", None
+    ),
+    "a team's values are not waited for": Fault(
+        "decode_team.cuh", "if (early) cp_async_wait<kPending>();  // values", None, TEAMS),
+    "lanes do not wait for each other's copies": Fault("decode_attend.cuh", "__syncwarp();\n    score", None),
+    "warps do not wait for each other's results": Fault(
+        "decode.cuh", "__syncthreads();\n      for (int32_t vector", None
+    ),
+    "queries are overwritten before they are used": Fault(
+        "decode.cuh", "index + 2 * kDecodeEpoch", "index + 3 * kDecodeEpoch", MANY
+    ),
+    "page ids of a block's first half for its second": Fault(
+        "decode_feed.cuh", "(index_ << log_ids_) < 32", "true", SMALL_PAGES
+    ),
+    "a block ends without pdl_wait": Fault("decode.cuh", "if (waits) pdl_wait();", None, LONG),
+    "the first query is read before pdl_wait": Fault("decode.cuh", "waits || (lists && waited)", "lists", SOLOS),
+    "the last piece, taken first, for the first one": Fault(
+        "decode_feed.cuh", "state_.cursor.count += order.rest.count > 0", None, replace(LATER, window=190)),
+    "the last piece, taken before the list, for the first one": Fault(
+        "decode.cuh", "2 * cta + (order.rest.count > 0)", "2 * cta", LATER),
+    "nothing follows the last piece": Fault(
+        "decode_feed.cuh", "if (added_.pieces == 1 && cursor.left == 0) cursor = state_.rest", None, LATER),
+    "the list is asked for the first block again": Fault("decode_feed.cuh", "next_ = count_;\n", None, LATER),
+    "a team's causal mask is off by one": Fault(
+        "decode_team.cuh", "position < min(end, limit_)", "position <= min(end, limit_)", replace(TEAMS, num_ctas=1)),
+    "a team does not wait for its probabilities": Fault(
+        "decode_team.cuh", "named_barrier_any(1 + team_, kTeamThreads, above)", "above", TEAMS),
+    "a slice is filled again before its team has read it": Fault(
+        "decode_team.cuh", "named_barrier_sync(1 + team_, kTeamThreads);\n  }\n\n  // scores = K", None,
+        replace(TEAMS, lengths=(1500,), num_ctas=1),
+    ),
+    "a warp's largest scores for the team's": Fault(
+        "decode_team.cuh", "rows + w * kStep", "rows + part_ * kStep", TEAMS),
+    "a team's slice goes past its piece": Fault(
+        "decode_team.cuh", "position < min(end, limit_)", "position < end",
+        replace(TEAMS, lengths=(1100,), num_ctas=6, sm_scale=0.05)),
+    "a team's output is not rescaled": Fault(
+        "decode_team.cuh", "exp2_approx(reference - raised)", "1.0f", replace(TEAMS, num_ctas=1)),
+    "one warp's sums for the team's": Fault("decode.cuh", "pairs[i].y += more.y", None, TEAMS),
+    "the first slice has tokens of this step": Fault(
+        "decode_feed.cuh", "(all ? 0 : p_.q_len)", "0",
+        replace(LONG, lengths=(576,), num_q_heads=1, q_len=8, num_ctas=9),
+    ),
+    "the second slice is of the first one's page": Fault(
+        "decode_feed.cuh", "__shfl_sync(kAllLanes, ids_[0], index_)", "__shfl_sync(kAllLanes, ids_[0], 0)", LONG
+    ),
+    "warps put their results in one place": Fault("decode.cuh", "place * (kOutTiles * kTilePitch)", "0", LONG),
+    "this step's tokens are read before pdl_wait": Fault(
+        "decode_feed.cuh", "first_token(where) + kOwn <= pieces_[where].high - p_.q_len", "true"
+    ),
+}  # fmt: skip
+
+# Teams of bf16, with slices of a CTA one after the other.
+LONG_TEAMS = replace(TEAMS, num_q_heads=32, num_kv_heads=2, kv_dtype=BF16, lengths=(900, 300, 5), num_ctas=2)
+
+# Barriers that are missing: each shows as a race, whether or not a result is wrong.
+RACES = {
+    "a merge is read before it is there": Fault(
+        "decode.cuh", "__syncthreads();\n      for (int32_t vector", None,
+        replace(SMALL, lengths=(1, 64, 700, 0, 130, 65), num_q_heads=32, kv_dtype=BF16, num_ctas=132)),
+    "a merge overwrites one that is still read": Fault(
+        "decode.cuh", "merged_ > 0", "false", replace(SMALL, head_dim=64, num_q_heads=32, q_len=2)),
+    "a query's fragments are read before they are there": Fault(
+        "decode.cuh", "__syncthreads();\n    } else {", None, TEAMS),
+    "a query's copy is not waited for": Fault("decode.cuh", "if (!loaded) mbarrier_wait(", None, TEAMS),
+    "a team's copies and probabilities are not waited for": Fault(
+        "decode_team.cuh", "named_barrier_any(1 + team_, kTeamThreads, above)", "above", LONG_TEAMS),
+    "a team goes on before its slice has been read": Fault(
+        "decode_team.cuh", "named_barrier_sync(1 + team_, kTeamThreads);\n  }\n\n  // scores = K", None, LONG_TEAMS),
+    "largest scores are read before they are there": Fault(
+        "decode_team.cuh", "named_barrier_sync(1 + team_, kTeamThreads);\n#pragma unroll", None, LONG_TEAMS),
+    "probabilities made again are not waited for": Fault(
+        "decode_team.cuh", "named_barrier_sync(1 + team_, kTeamThreads);\n    }\n", None, LONG_TEAMS),
+    "keys are asked for before the old ones have been read": Fault(
+        "decode_team.cuh", "__syncwarp();\n      ask_for_keys", None, LONG_TEAMS),
+    "lanes of a team do not wait for each other's keys": Fault(
+        "decode_team.cuh", "__syncwarp();\n    float factors", None, LONG_TEAMS),
+}  # fmt: skip
