@@ -71,6 +71,14 @@ def error_use(y, x, weight, terms) -> tuple[float, float, float, float]:
     return rms, largest, rms / rms_bound, largest / largest_bound
 
 
+def tile_fields(tiles, splits, **more) -> list[dict]:
+    """Fields of tile Configs: each tile with each split and each value of the other fields."""
+    return [
+        {"kernel": "tile", "rows": r, "k_groups": g, "tokens": t, "split": s, **dict(zip(more, values, strict=True))}
+        for (r, g, t), s, *values in itertools.product(tiles, splits, *more.values())
+    ]
+
+
 def every_kernel() -> Checks:
     """Each compiled tile with several clusters, on sizes that are multiples of nothing."""
     for weight_type, terms in ((torch.float32, 2), (torch.float32, 3), (torch.float32, 1), (torch.bfloat16, 1)):
@@ -83,36 +91,12 @@ def every_kernel() -> Checks:
                 {"kernel": "stream", "rows": r, "tokens": t, "split": s, "stages": stages}
                 for (r, t), (s, stages) in itertools.product(_C.STREAM_TILES, ((1, 0), (3, 2), (8, 1)))
             ]
-            fields += [
-                {"kernel": "tile", "rows": r, "k_groups": g, "tokens": t, "split": s}
-                for (r, g, t), s in itertools.product(_C.WGMMA_TILES, (1, 2, 4, 5, 8, 16))
-            ]
+            fields += tile_fields(_C.WGMMA_TILES, (1, 2, 4, 5, 8, 16))
             # Sums in memory of their own.
-            fields += [
-                {
-                    "kernel": "tile",
-                    "rows": r,
-                    "k_groups": g,
-                    "tokens": t,
-                    "split": s,
-                    "sums_apart": True,
-                    "stages": stages,
-                }
-                for (r, g, t), s, stages in itertools.product(_C.WGMMA_TILES, (2, 3, 4, 8, 16), (0, 4))
-            ]
+            fields += tile_fields(_C.WGMMA_TILES, (2, 3, 4, 8, 16), sums_apart=(True,), stages=(0, 4))
             if split is not None:
-                fields += [
-                    {
-                        "kernel": "tile",
-                        "rows": r,
-                        "k_groups": g,
-                        "tokens": t,
-                        "split": s,
-                        "sums_apart": a,
-                        "presplit": True,
-                    }
-                    for (r, g, t), s, a in itertools.product(_C.TERM_TILES, (1, 2, 3, 4, 8, 16), (False, True))
-                ]
+                terms_in_memory = {"sums_apart": (False, True), "presplit": (True,)}
+                fields += tile_fields(_C.TERM_TILES, (1, 2, 3, 4, 8, 16), **terms_in_memory)
             for f in fields:
                 name = f"kernel {weight_type} terms={terms} {m}x{n}x{k} {f}"
                 try:
