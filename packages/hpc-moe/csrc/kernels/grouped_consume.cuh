@@ -236,26 +236,24 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
   }
 }
 
-// Calls run.operator()<N>() with the N of a token tile of at most kWidth: its width, up to 64 rounded up to 16.
-template <int kWidth = kMaxWidth, class Run>
+// Calls run.operator()<N>() with the N that a tile of `width` rows is multiplied at: a multiple of 32 from T::kLeastN
+// on (with fp32 sums, which take the longer the wider, of 16). Each N is code of its own, which every CTA fetches in
+// every call when it first has such a tile: few of them are faster than narrow ones.
+template <class T, class Run>
 __device__ __forceinline__ void with_width(int width, Run& run) {
-  const int n = width > 64 ? (width + 7) / 8 * 8 : (width + 15) / 16 * 16;
-  switch (n) {
-#define HPC_MOE_WIDTH(N)                                     \
-  case N:                                                    \
-    if constexpr (N <= kWidth) run.template operator()<N>(); \
+  constexpr int kStep = T::kExact ? 16 : 32;
+  switch (max((width + kStep - 1) / kStep * kStep, T::kLeastN)) {
+#define HPC_MOE_WIDTH(N)                                                                             \
+  case N:                                                                                            \
+    if constexpr (N >= T::kLeastN && N <= T::kWidth && N % kStep == 0) run.template operator()<N>(); \
     break;
     HPC_MOE_WIDTH(16)
     HPC_MOE_WIDTH(32)
     HPC_MOE_WIDTH(48)
     HPC_MOE_WIDTH(64)
-    HPC_MOE_WIDTH(72)
     HPC_MOE_WIDTH(80)
-    HPC_MOE_WIDTH(88)
     HPC_MOE_WIDTH(96)
-    HPC_MOE_WIDTH(104)
     HPC_MOE_WIDTH(112)
-    HPC_MOE_WIDTH(120)
     HPC_MOE_WIDTH(128)
 #undef HPC_MOE_WIDTH
   }
@@ -292,7 +290,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, typename T::Smem& s
       multiply_task<T, kDirect, N>(p, s, ring, at, acc);
       Epilogue::template run<N>(p, s, task, group, turn & 1, acc);
     };
-    with_width<T::kWidth>(task.width, run);
+    with_width<T>(task.width, run);
   }
 }
 

@@ -158,6 +158,8 @@ struct Traits {
   static constexpr bool kSpans = kGemm == Gemm::kUp && kBlock && !kHalf;
   static constexpr bool kExchange = kSpans && !kTokens, kRowHalves = kSpans && kTokens;
   static constexpr bool kHalfUnits = kGemm == Gemm::kUp && kTensor && !kClusters;
+  // Narrowest N at which the consumers multiply a tile, with weights as M.
+  static constexpr int kLeastN = kExact ? 16 : kQuant == Quant::kNone ? 32 : kWidth == 128 ? 96 : kWidth;
   static constexpr bool kTwoTiles = kGemm == Gemm::kUp && !kSpans;  // tasks of one unit and two tiles
 };
 
