@@ -40,17 +40,18 @@ struct TensorMapSpec {
 };
 
 // The map of `base` (16-byte aligned); what lies outside arrives as zeros. Throws std::runtime_error where the driver
-// refuses it; `what` names the tensor.
+// refuses it; `what` names the tensor. `promotion`: to how many bytes L2 extends what it reads from memory.
 template <size_t Rank>
 CUtensorMap make_tensor_map(const char* what, const void* base, CUtensorMapDataType type,
-                            const TensorMapSpec<Rank>& spec, CUtensorMapSwizzle swizzle) {
+                            const TensorMapSpec<Rank>& spec, CUtensorMapSwizzle swizzle,
+                            CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   static_assert(Rank >= 2 && Rank <= 5);
   CUtensorMap map;
   std::array<uint32_t, Rank> steps;
   steps.fill(1);
   const CUresult status = tensor_map_encoder()(
       &map, type, Rank, const_cast<void*>(base), spec.shape.data(), spec.stride.data(), spec.box.data(), steps.data(),
-      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error(text("cuTensorMapEncodeTiled(", what, "): error ", static_cast<int>(status)));
   }

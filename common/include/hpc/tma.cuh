@@ -42,6 +42,16 @@ __device__ __forceinline__ void tma_load_3d(uint32_t smem, const CUtensorMap* ma
       : "memory");
 }
 
+// To all CTAs of the cluster in `mask`: at the same place of each, completing on each one's barrier.
+__device__ __forceinline__ void tma_load_3d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
+                                                      int c1, int c2, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(mask)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_load_4d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1,
                                             int c2, int c3) {
   asm volatile(

@@ -97,6 +97,9 @@ def every_kernel() -> Checks:
             if split is not None:
                 terms_in_memory = {"sums_apart": (False, True), "presplit": (True,)}
                 fields += tile_fields(_C.TERM_TILES, (1, 2, 3, 4, 8, 16), **terms_in_memory)
+                fields += tile_fields(
+                    _C.PAIRED_TILES, (1, 2, 3, 4, 8), **terms_in_memory, paired=(True,), stages=(0, 5)
+                )
             for f in fields:
                 name = f"kernel {weight_type} terms={terms} {m}x{n}x{k} {f}"
                 try:
@@ -119,7 +122,7 @@ def every_kernel() -> Checks:
                     use=(rms_use, largest_use),
                 )
                 if config.presplit and same_order(config, terms):
-                    from_fp32 = make_config(x, weight, terms, **{**f, "presplit": False})
+                    from_fp32 = make_config(x, weight, terms, **{**f, "presplit": False, "paired": False, "stages": 0})
                     yield result(f"{name} as from fp32", torch.equal(y, run(x, weight, terms, from_fp32)))
 
 

@@ -29,11 +29,14 @@ def test_config_is_legal_and_covers_the_problem(problem: dict) -> None:
     assert 1 <= c.split <= 8 or (c.split == 16 and c.kernel == "tile")
     assert 0 < c.smem_bytes <= SMEM_LIMIT
     tiles = (c.rows, c.tokens) if c.kernel == "stream" else (c.rows, c.k_groups, c.tokens)
-    wgmma_tiles = _C.TERM_TILES if c.presplit else _C.WGMMA_TILES
+    wgmma_tiles = _C.PAIRED_TILES if c.paired else _C.TERM_TILES if c.presplit else _C.WGMMA_TILES
     assert tiles in (_C.STREAM_TILES if c.kernel == "stream" else wgmma_tiles)
     if c.presplit:  # terms that are in memory, for the tile kernel
         assert problem["presplit"] and problem["terms"] > 1 and not problem["weight_is_bf16"] and c.kernel == "tile"
-    token_tiles = _ceil(problem["m"], c.tokens)
+    assert c.presplit or not c.paired
+    pair = 2 if c.paired else 1  # CTAs of two token tiles
+    assert c.split * pair <= 8 or c.split * pair == 16
+    token_tiles = _ceil(problem["m"], c.tokens * pair) * pair
     expert_tiles = _ceil(problem["n"], c.rows)
     assert c.ctas == token_tiles * expert_tiles * c.split
     assert c.stages >= (1 if c.kernel == "stream" else 2 * c.k_groups)
@@ -41,7 +44,7 @@ def test_config_is_legal_and_covers_the_problem(problem: dict) -> None:
     if c.kernel == "tile":
         assert c.split <= _ceil(problem["k"], 128)
     # The same Config by hand is accepted and the same.
-    names = ("kernel", "rows", "tokens", "k_groups", "split", "sums_apart", "presplit")
+    names = ("kernel", "rows", "tokens", "k_groups", "split", "sums_apart", "presplit", "paired")
     fields = {name: getattr(c, name) for name in names}
     assert repr(_C.make_config(**{**problem, **fields}, stages=c.stages)) == repr(c)
 
@@ -84,6 +87,9 @@ def test_two_terms_sum_at_most_256_of_k_unpromoted(problem: dict) -> None:
         {"kernel": "tile", "rows": 64, "tokens": 104, "presplit": True, "terms": 1},
         {"kernel": "tile", "rows": 64, "tokens": 104, "presplit": True, "weight_is_bf16": True},
         {"kernel": "stream", "rows": 16, "tokens": 8, "presplit": True},
+        {"kernel": "tile", "rows": 64, "tokens": 64, "paired": True},
+        {"kernel": "tile", "rows": 64, "tokens": 104, "presplit": True, "paired": True},
+        {"kernel": "tile", "rows": 64, "tokens": 64, "presplit": True, "paired": True, "split": 5},
     ],
 )
 def test_illegal_configs_are_refused(fields: dict) -> None:
@@ -96,9 +102,10 @@ def test_two_calls_share_an_sm_where_that_is_the_plan(problem: dict) -> None:
     """One-warpgroup tiles take shared memory for two CTAs of an SM unless a measured row gave more stages."""
     problem = {**problem, "terms": 2, "weight_is_bf16": False}
     del problem["presplit"]
-    tiles = [(tile, False) for tile in _C.WGMMA_TILES] + [(tile, True) for tile in _C.TERM_TILES]
-    for (rows, groups, tokens), presplit in tiles:
-        c = _C.make_config(**problem, kernel="tile", rows=rows, k_groups=groups, tokens=tokens, presplit=presplit)
+    tiles = [(tile, {}) for tile in _C.WGMMA_TILES] + [(tile, {"presplit": True}) for tile in _C.TERM_TILES]
+    tiles += [(tile, {"presplit": True, "paired": True}) for tile in _C.PAIRED_TILES]
+    for (rows, groups, tokens), weight in tiles:
+        c = _C.make_config(**problem, kernel="tile", rows=rows, k_groups=groups, tokens=tokens, **weight)
         light = rows == 64 and groups == 1 and tokens <= 128
         assert c.smem_bytes <= (113 * 1024 if light else SMEM_LIMIT)
 
@@ -118,3 +125,18 @@ def test_sums_apart_have_memory_beside_a_block_of_k(problem: dict, split: int) -
             _C.make_config(**problem, **tile)
     else:
         assert _C.make_config(**problem, **tile).smem_bytes >= 2 * 64 * (256 + 208) + 64 * 104 * 4
+
+
+@given(problems, st.sampled_from((1, 2, 4, 8)))
+def test_pairs_are_of_two_token_tiles(problem: dict, split: int) -> None:
+    """Their CTAs are in one cluster, and a last token tile that is alone has a partner with nothing to store."""
+    problem = {**problem, "k": 6144, "terms": 2, "weight_is_bf16": False, "presplit": True}
+    c = _C.make_config(**problem, kernel="tile", rows=64, tokens=64, split=split, paired=True)
+    assert c.ctas == _ceil(problem["m"], 128) * 2 * _ceil(problem["n"], 64) * split
+
+
+def test_measured_rows_for_pairs() -> None:
+    for n, k, tokens in ((384, 3072, 64), (768, 6144, 128)):
+        c = _C.choose_config(m=256, n=n, k=k, presplit=True)
+        assert (c.paired, c.tokens, c.split, c.ctas) == (True, tokens, 4, 96)
+        assert not _C.choose_config(m=256, n=n, k=k).paired

@@ -17,14 +17,17 @@
 namespace hpc::router {
 
 // The weight as the kernels see it: its element type with the number of bf16 terms an element becomes, or those terms,
-// each a bf16 matrix of its own in memory.
-enum class Weight { kBf16, kFloat1, kFloat2, kFloat3, kTerms2, kTerms3 };
+// each a bf16 matrix of its own in memory; pairs of CTAs may copy them for each other.
+enum class Weight { kBf16, kFloat1, kFloat2, kFloat3, kTerms2, kTerms3, kPairedTerms2, kPairedTerms3 };
 
+constexpr bool weight_is_paired(Weight weight) {
+  return weight == Weight::kPairedTerms2 || weight == Weight::kPairedTerms3;
+}
 constexpr bool weight_is_split(Weight weight) {
-  return weight == Weight::kTerms2 || weight == Weight::kTerms3;
+  return weight == Weight::kTerms2 || weight == Weight::kTerms3 || weight_is_paired(weight);
 }
 constexpr int weight_terms(Weight weight) {
-  if (weight_is_split(weight)) return weight == Weight::kTerms2 ? 2 : 3;
+  if (weight_is_split(weight)) return weight == Weight::kTerms2 || weight == Weight::kPairedTerms2 ? 2 : 3;
   return weight == Weight::kBf16 ? 1 : static_cast<int>(weight);
 }
 // Of an element, all its terms together.
@@ -75,6 +78,8 @@ struct Config {
   // stages, once everybody is through with those.
   bool sums_apart = false;
   bool presplit = false;  // tile: reads the weight's terms instead of the weight
+  // tile that reads terms: the CTAs of two neighbouring token tiles take turns to copy a stage's weights to both.
+  bool paired = false;
   int stages = 4;
   int smem_bytes = 0;
   int64_t ctas = 0;
@@ -83,7 +88,13 @@ struct Config {
 // The weight that a Config reads.
 constexpr Weight weight_read(const Problem& p, const Config& c) {
   if (!c.presplit) return p.weight;
+  if (c.paired) return p.weight == Weight::kFloat3 ? Weight::kPairedTerms3 : Weight::kPairedTerms2;
   return p.weight == Weight::kFloat3 ? Weight::kTerms3 : Weight::kTerms2;
+}
+
+// CTAs of a cluster: those that share a tile's k, of one token tile or of two.
+constexpr int cluster_ctas(const Config& c) {
+  return c.split * (c.paired ? 2 : 1);
 }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
@@ -171,8 +182,9 @@ constexpr StreamTile kStreamTiles[] = {{16, 8},  {16, 16}, {16, 32}, {16, 64}, {
 constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},  {64, 1, 64},  {64, 1, 104},    {64, 1, 128},  {64, 1, 208},
                                      {64, 2, 104}, {64, 2, 128}, {64, 2, 192, 2}, {128, 1, 128}, {128, 1, 192}};
 // Those that read the terms.
-constexpr WgmmaTile kTermTiles[] = {{64, 1, 64},  {64, 1, 104}, {64, 1, 176},
-                                    {64, 1, 192}, {64, 1, 208}, {64, 2, 128, 2}};
+constexpr WgmmaTile kTermTiles[] = {{64, 1, 64}, {64, 1, 104}, {64, 1, 176}, {64, 1, 192}, {64, 1, 208}};
+// Those that copy them in pairs.
+constexpr WgmmaTile kPairedTiles[] = {{64, 1, 64}, {64, 1, 128}};
 
 // Whether two CTAs of a Config fit on an SM, so that the next call's start beside this one's.
 inline bool shares_sm(const Config& c) {
@@ -189,12 +201,15 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   if (c.presplit && (stream || !p.presplit || weight_terms(p.weight) < 2 || p.weight == Weight::kBf16)) {
     return "a tile and a weight of two or three terms in memory to read these";
   }
+  if (c.paired && !c.presplit) return "terms in memory for CTAs that copy them in pairs";
   bool compiled = false, light = stream;
   if (stream) {
     for (const StreamTile& t : kStreamTiles) compiled = compiled || (t.rows == c.rows && t.tokens == c.tokens);
     compiled = compiled && c.k_groups == 1;
   } else {
-    const std::span<const WgmmaTile> tiles = c.presplit ? std::span<const WgmmaTile>(kTermTiles) : kWgmmaTiles;
+    const std::span<const WgmmaTile> tiles = c.paired     ? std::span<const WgmmaTile>(kPairedTiles)
+                                             : c.presplit ? std::span<const WgmmaTile>(kTermTiles)
+                                                          : kWgmmaTiles;
     for (const WgmmaTile& t : tiles) {
       if (t.rows != c.rows || t.k_groups != c.k_groups || t.tokens != c.tokens) continue;
       if (weight_terms(weight) > t.terms) continue;
@@ -203,8 +218,10 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
     }
   }
   if (!compiled) return "one of the compiled tiles";
-  const bool wide = !stream && c.split == kMaxCluster;
-  if (c.split < 1 || (c.split > kPortableCluster && !wide)) return "a cluster of 1 to 8 CTAs, or of 16 for a tile";
+  const bool wide = !stream && cluster_ctas(c) == kMaxCluster;
+  if (c.split < 1 || (cluster_ctas(c) > kPortableCluster && !wide)) {
+    return "a cluster of 1 to 8 CTAs, or of 16 for a tile";
+  }
   if (c.sums_apart && (stream || c.split == 1)) return "a tile with a split for sums that lie apart";
   if (!stream && p.overlapping_x) return "the stream kernel for rows that overlap";
   if (!stream && c.split > ceil_div(p.k, tile_block_k(c.k_groups))) return "a block of k for each CTA of a split";
@@ -229,7 +246,7 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   if (sum_bytes > c.stages * tile_stage_bytes(c.rows, c.k_groups, c.tokens, weight)) {
     return "stages that can hold the sums of a split";
   }
-  const int64_t token_tiles = ceil_div(p.m, c.tokens);
+  const int64_t token_tiles = c.paired ? ceil_div(p.m, 2 * c.tokens) * 2 : ceil_div(p.m, c.tokens);
   const int64_t expert_tiles = ceil_div(p.n, c.rows);
   c.ctas = token_tiles * expert_tiles * c.split;
   if (token_tiles > kMaxGrid || expert_tiles > kMaxGrid) return "a grid that a launch can have";
@@ -247,7 +264,7 @@ inline double estimate(const Problem& p, const Config& c) {
   const Weight weight = weight_read(p, c);
   const int terms = weight_terms(weight);
   const double part_k = static_cast<double>(ceil_div(p.k, c.split));
-  const double ctas = static_cast<double>(ceil_div(c.ctas, p.resident[c.split]));  // of the busiest SM
+  const double ctas = static_cast<double>(ceil_div(c.ctas, p.resident[cluster_ctas(c)]));  // of the busiest SM
   const bool light = shares_sm(c);
   const double weight_row = static_cast<double>(weight_bytes(weight));
   const double cta_bytes = part_k * (c.rows * weight_row + c.tokens * 2.0);
@@ -294,10 +311,12 @@ inline Config choose(const Problem& p) {
            .k_groups = row.k_groups,
            .split = row.split,
            .sums_apart = row.sums_apart,
-           .presplit = row.presplit};
+           .presplit = row.presplit,
+           .paired = row.paired};
       if (complete(p, c, row.stages) != nullptr && complete(p, c) != nullptr) return false;
       // A cluster of more CTAs than a GPU takes, or than are free on a partitioned one.
-      return c.split == 1 || c.ctas <= int64_t{p.resident[c.split]} * (shares_sm(c) ? 2 : 1);
+      const int cluster = cluster_ctas(c);
+      return cluster == 1 || c.ctas <= int64_t{p.resident[cluster]} * (shares_sm(c) ? 2 : 1);
     }
     return false;
   };

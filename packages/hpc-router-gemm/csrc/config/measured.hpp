@@ -15,6 +15,7 @@ struct Measured {
   bool sums_apart = false;
   int terms = 2;          // of the weight; where a size has none for three, those for two serve
   bool presplit = false;  // serves where the terms are in memory; before the row for where they are not
+  bool paired = false;
 };
 
 constexpr int kMeasuredSms = 132;
@@ -38,7 +39,7 @@ constexpr Measured kMeasured[] = {
     {384, 3072, 16, true, 16, 16, 1, 4, 0},
     {384, 3072, 64, false, 64, 64, 1, 16, 6, true},
     {384, 3072, 128, false, 64, 64, 1, 8, 9},
-    {384, 3072, 256, false, 64, 64, 1, 4, 7, true, 2, true},
+    {384, 3072, 256, false, 64, 64, 1, 4, 8, true, 2, true, true},
     {384, 3072, 256, false, 64, 128, 1, 8, 8, true},
     {384, 3072, 520, false, 64, 104, 1, 4, 5, true, 2, true},
     {384, 3072, 520, false, 64, 104, 2, 4, 6, true},
@@ -52,7 +53,7 @@ constexpr Measured kMeasured[] = {
     {768, 6144, 8, true, 32, 8, 1, 6, 3},
     {768, 6144, 64, false, 64, 64, 1, 8, 10},
     {768, 6144, 128, false, 64, 128, 2, 8, 6, true},
-    {768, 6144, 256, false, 64, 128, 2, 4, 5, true, 2, true},
+    {768, 6144, 256, false, 64, 128, 1, 4, 6, true, 2, true, true},
     {768, 6144, 256, false, 64, 128, 2, 4, 6, true},
     {768, 6144, 528, false, 64, 176, 1, 3, 5, false, 2, true},
     {768, 6144, 520, false, 64, 104, 2, 2, 6, true},
@@ -79,7 +80,7 @@ constexpr Measured kMeasured[] = {
     {384, 3072, 16, true, 16, 16, 1, 4, 0, false, 3},
     {384, 3072, 64, false, 64, 64, 1, 16, 6, true, 3},
     {384, 3072, 128, false, 64, 64, 1, 8, 9, false, 3},
-    {384, 3072, 256, false, 64, 64, 1, 4, 5, true, 3, true},
+    {384, 3072, 256, false, 64, 64, 1, 4, 6, true, 3, true, true},
     {384, 3072, 256, false, 64, 128, 2, 8, 5, true, 3},
     {384, 3072, 520, false, 64, 104, 1, 4, 5, true, 3, true},
     {384, 3072, 520, false, 64, 104, 2, 4, 6, true, 3},
@@ -93,6 +94,7 @@ constexpr Measured kMeasured[] = {
     {768, 6144, 8, true, 32, 8, 1, 6, 3, false, 3},
     {768, 6144, 64, false, 64, 64, 1, 8, 10, true, 3},
     {768, 6144, 128, false, 64, 128, 2, 8, 6, true, 3},
+    {768, 6144, 256, false, 64, 128, 1, 4, 5, false, 3, true, true},
     {768, 6144, 256, false, 64, 128, 2, 4, 6, true, 3},
     {768, 6144, 520, false, 64, 104, 1, 2, 5, true, 3, true},
     {768, 6144, 520, false, 64, 104, 2, 2, 6, true, 3},

@@ -2,6 +2,8 @@
 //
 // Tile    64 WM expert rows (the M of wgmma, A from registers) x NT tokens (its N, from shared memory). Grid (split,
 //         expert tiles, token tiles); the `split` CTAs of a tile are one cluster, each with a part of k.
+//         Pairs: those of two token tiles are, in turn, and copy weights for each other (TilePlace; grid (2 split,
+//         expert tiles, token tiles / 2)).
 // Warps   WM x WK x WN consumer warpgroups, then producer warps, of which two fill the ring, a thread each every second
 //         slot. A consumer has 64 rows, the tokens of its wn and the wk-th part of every stage's k. One consumer alone
 //         leaves room for a second CTA on the SM: the next call's, which then starts, reads its weights and waits while
@@ -74,7 +76,7 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
   const uint32_t lane_offset =
       Shape::kFloat ? wk * (kSteps / 2) * Shape::kHalfBytes + row * 128 + (((t / 2) ^ (row & 7)) << 4) + (t & 1) * 8
                     : (row * 128 + ((row & 7) << 4) + t * 4) ^ (wk * kSteps * 2 << 4);
-  const int blocks = TileBlocks(p, blockIdx.x).count;
+  const int blocks = TileBlocks(p, TilePlace<Shape>::rank()).count;
   const auto release = [&](int slot) {
     if (lane == 0) mbarrier_arrive(memory.empty + slot * 8);
   };
@@ -208,7 +210,8 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   memory.sums_barrier = memory.empty + kTileMaxStages * 8;
   const bool sums_apart = p.sums_offset > 0;
   const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
-  const int rank = blockIdx.x;
+  using Place = TilePlace<Shape>;
+  const int rank = Place::rank();
   const bool producer = group == Shape::kConsumers;
 
   // Barriers by one thread of each warp: threads of a warp would take turns. Each producer makes those of the slots
@@ -226,9 +229,12 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
     }
   }
   __syncthreads();
-  if (sums_apart) cluster_arrive_relaxed();  // the barriers of all ranks exist before a sum is sent
+  // The barriers of all ranks exist before a sum is sent, and those of pairs before weights are.
+  const bool meets = sums_apart || Shape::kPair == 2;
+  if (meets) cluster_arrive_relaxed();
   if (producer) {
     if constexpr (Shape::kConsumers == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (Shape::kPair == 2) cluster_wait();
     if (threadIdx.x % 32 == 0 && fill.warp < kTileFillers) {
       fill.run();
     } else {
@@ -237,7 +243,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
     }
     __syncwarp();
     if (sums_apart) {
-      cluster_wait();
+      if (Shape::kPair == 1) cluster_wait();
     } else if (p.split > 1) {
       cluster_arrive_relaxed();
       cluster_wait();
@@ -245,9 +251,11 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
     return;
   }
   if constexpr (Shape::kConsumers == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-  if (sums_apart) cluster_wait();
+  if (meets) cluster_wait();
   pdl_wait();
   pdl_trigger();
+  // What the end needs comes to the constant cache meanwhile.
+  asm volatile("" ::"l"(p.y), "l"(p.y_stride), "l"(p.m), "r"(p.n), "r"(p.sum_part), "r"(p.sums_offset));
   float sum[Shape::kTokens / 2];
   const int wm = group % WM, wk = WK == 1 ? 0 : group / WM, wn = WN == 1 ? 0 : group / WM;
   if constexpr (Shape::kSplit) {

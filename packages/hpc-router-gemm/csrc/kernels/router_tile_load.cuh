@@ -17,6 +17,8 @@ template <int WM, int WK, int WN, int NT, Weight kWeight>
 struct TileShape {
   static constexpr int kTerms = weight_terms(kWeight);
   static constexpr bool kSplit = weight_is_split(kWeight);
+  // CTAs, neighbours in the cluster, that take turns to copy a stage's weights to both.
+  static constexpr int kPair = weight_is_paired(kWeight) ? 2 : 1;
   static constexpr bool kFloat = kWeight != Weight::kBf16 && !kSplit;
   static constexpr int kRows = 64 * WM;
   static constexpr int kTokens = NT / WN;  // of a consumer
@@ -24,7 +26,7 @@ struct TileShape {
   // With several consumers the producers are a whole warpgroup, so that it can give its registers away.
   static constexpr int kProducers = kConsumers == 1 ? 2 : 4;  // warps
   static constexpr int kThreads = 128 * kConsumers + 32 * kProducers;
-  static constexpr int kMinCtas = kConsumers == 1 ? 2 : 1;  // of an SM
+  static constexpr int kMinCtas = kConsumers == 1 && !(kSplit && kTokens > 104) ? 2 : 1;  // of an SM
   // k16 steps of one accumulator: kPromoteBlocks blocks, or kPromote steps of a block.
   static constexpr int kPromoteBlocks = kTerms == 2 ? 2 : 1;
   // One consumer and three terms by 128 tokens: groups of two, or registers would spill.
@@ -105,6 +107,17 @@ struct TileMemory {
   uint32_t stages, full, empty, sums_barrier;
 };
 
+// Where a CTA is: of each tile the `split` ranks are a cluster, or of two token tiles' ranks in turn.
+template <typename Shape>
+struct TilePlace {
+  static __device__ __forceinline__ int member() { return blockIdx.x % Shape::kPair; }
+  static __device__ __forceinline__ int rank() { return blockIdx.x / Shape::kPair; }
+  static __device__ __forceinline__ uint32_t expert_tile() { return blockIdx.y; }
+  static __device__ __forceinline__ uint32_t token_tile() { return blockIdx.z * Shape::kPair + member(); }
+  // The CTA of the cluster that is rank `rank` of this tile.
+  static __device__ __forceinline__ int cluster_rank(int rank) { return rank * Shape::kPair + member(); }
+};
+
 // First block of k of this CTA, and how many it has.
 struct TileBlocks {
   int first, count;
@@ -120,6 +133,7 @@ struct TileBlocks {
 template <int WM, int WK, int WN, int NT, Weight kWeight>
 struct TileProducer {
   using Shape = TileShape<WM, WK, WN, NT, kWeight>;
+  using Place = TilePlace<Shape>;
 
   const TileParams& p;
   int warp;
@@ -131,11 +145,11 @@ struct TileProducer {
   __device__ __forceinline__ TileProducer(const TileParams& p, int warp, const CUtensorMap* weight_map,
                                           const CUtensorMap* x_map, const TileMemory& memory)
       : p(p), warp(warp), weight_map(weight_map), x_map(x_map), memory(memory) {
-    const TileBlocks blocks(p, blockIdx.x);
+    const TileBlocks blocks(p, Place::rank());
     total = blocks.count * Shape::kBlockStages;
     k0 = blocks.first * Shape::kBlockK;
-    row0 = blockIdx.y * Shape::kRows;
-    token0 = blockIdx.z * NT;
+    row0 = Place::expert_tile() * Shape::kRows;
+    token0 = Place::token_tile() * NT;
   }
 
   __device__ __forceinline__ void load_weight(int slot, int i) const {
@@ -143,7 +157,10 @@ struct TileProducer {
     const uint32_t target = memory.stages + slot * Shape::kStageBytes;
     const int k = k0 + i * Shape::kStageK;
     mbarrier_arrive_expect_tx(barrier, Shape::kCopyBytes);
-    if constexpr (Shape::kSplit) {  // a box of all terms
+    if constexpr (Shape::kPair == 2) {  // a box of all terms for both, by one of them
+      if (i % 2 != Place::member()) return;
+      tma_load_3d_multicast(target, weight_map, barrier, k, row0, 0, 3 << (blockIdx.x & ~1));
+    } else if constexpr (Shape::kSplit) {  // a box of all terms
       tma_load_3d(target, weight_map, barrier, k, row0, 0);
     } else if (Shape::kBoxes == 2 && p.weight_columns == 64) {  // the map has chunks of 32 columns, two to a copy
       tma_load_3d(target, weight_map, barrier, 0, row0, k / 32);
@@ -171,10 +188,10 @@ struct TileProducer {
 #pragma unroll 1
     for (int slot = warp; slot < p.stages; slot += kTileFillers) {
       mbarrier_init(memory.full + slot * 8, 1);
-      mbarrier_init(memory.empty + slot * 8, 4 * Shape::kConsumers);
+      mbarrier_init(memory.empty + slot * 8, 4 * Shape::kConsumers * Shape::kPair);
     }
     mbarrier_init_fence();
-    if (!starts_early()) copy_first();
+    if (!starts_early() && Shape::kPair == 1) copy_first();
   }
 
   __device__ __forceinline__ void copy_first() const {
@@ -210,6 +227,7 @@ struct TileProducer {
     if (starts_early()) {
       copy_first();
     } else {
+      if (Shape::kPair == 2) copy_first();  // the other's barriers exist now
       const auto begin = static_cast<uint32_t>(clock());
 #pragma unroll 1
       for (int i = warp + Shape::kAtOnce; i < min(p.stages, total); i += kTileFillers) {

@@ -2,7 +2,8 @@
 //
 // A block is 64 rows x 8 tokens, one float4 (quad) a thread: {row, token}, {row, token + 1}, {row + 8, token}, {row +
 // 8, token + 1}. Block index: row group * NT / 8 + token block. In a split sum block b is rank b % split's, its block
-// b / split; every rank sends it there, the owner adds them in the order of ranks and stores.
+// b / split; every rank sends it there, the owner adds them in the order of ranks and stores. There a thread has four
+// rows of one token instead, so that 16 bytes are stored at once and 16 threads store 256 in a row.
 #pragma once
 
 #include "hpc/cluster.cuh"
@@ -71,11 +72,48 @@ __device__ __forceinline__ void send_quad(bool own, uint32_t slot, uint32_t barr
       : "memory");
 }
 
+// Stores four rows of one token from each thread: 16 threads have the 64 rows of a block.
+struct RowStore {
+  float* y;  // at this thread's first row and token
+  int64_t stride;
+  int64_t tokens_left;
+  int rows_left;
+  bool vector;  // the tile has no row or token outside, and 16 bytes are aligned
+
+  __device__ __forceinline__ RowStore(const TileParams& p, int row0, int rows, int64_t token0, int tokens, int thread) {
+    const int row = row0 + thread % 16 * 4;
+    const int64_t token = token0 + thread / 16;
+    stride = p.y_stride;
+    y = p.y + token * stride + row;
+    rows_left = p.n - row;
+    tokens_left = p.m - token;
+    const bool aligned = ((reinterpret_cast<uintptr_t>(p.y) | static_cast<uintptr_t>(stride) * 4) & 15) == 0;
+    vector = aligned && row0 + rows <= p.n && token0 + tokens <= p.m;
+  }
+  __device__ __forceinline__ float* at(int row_group, int token_block) const {
+    return y + 8 * token_block * stride + 64 * row_group;
+  }
+  // `target` is at(row_group, token_block).
+  __device__ __forceinline__ void put(float* target, int row_group, int token_block, float4 v) const {
+    if (vector) {
+      *reinterpret_cast<float4*>(target) = v;
+      return;
+    }
+    const int rows = rows_left - 64 * row_group;
+    if (tokens_left <= 8 * token_block) return;
+    if (rows > 0) target[0] = v.x;
+    if (rows > 1) target[1] = v.y;
+    if (rows > 2) target[2] = v.z;
+    if (rows > 3) target[3] = v.w;
+  }
+};
+
 // For consumer kGroup, whose place in the tile and share of the blocks are constants: the code runs once a CTA, and
 // what it computes about addresses would take longer than what it moves.
 template <int WM, int WK, int WN, int NT, Weight kWeight, int kGroup>
 struct TileEnd {
   using Shape = TileShape<WM, WK, WN, NT, kWeight>;
+  using Place = TilePlace<Shape>;
   static constexpr int kRowGroup = kGroup % WM;
   static constexpr int kPartner = WK == 1 ? 0 : kGroup / WM;                          // of the k groups
   static constexpr int kTokenBlock = WN == 1 ? 0 : kGroup / WM * Shape::kTokens / 8;  // first of the sums'
@@ -93,15 +131,42 @@ struct TileEnd {
   __device__ __forceinline__ TileEnd(const TileParams& p, const TileMemory& memory, int thread)
       : p(p), memory(memory), thread(thread) {}
 
+  // Where the quad of `thread` lies in a block that is sent: turned within each eight, so that a warp meets no bank
+  // twice, be it that it writes quads or that it reads rows.
+  static __device__ __forceinline__ uint32_t quad_offset(int thread) {
+    const int g = thread / 4 % 8;
+    const int turn = (Shape::kSplit ? g / 4 : g / 2 % 2) * 4 + thread / 32;
+    return (thread ^ turn) * 16;
+  }
+  // Rows 4 (thread % 16) and up of token thread / 16 of a block: `odd` are the second and fourth of them, or, in the
+  // order of tile_lane_row<false>(), the third and fourth.
+  struct RowOffset {
+    uint32_t even, odd;
+  };
+  static __device__ __forceinline__ RowOffset row_offset(int thread) {
+    const int q = thread % 16, t = thread / 16;
+    const uint32_t slot = (t / 2) ^ (q % 2 * 4 + q / 4);
+    const uint32_t at = q / 4 * 512 + q % 2 * (Shape::kSplit ? 256 : 128) + q / 2 % 2 * 8 + t % 2 * 4;
+    return {at + slot * 16, at + (slot ^ 4) * 16};
+  }
+  static __device__ __forceinline__ float4 load_rows(uint32_t block, RowOffset offset) {
+    constexpr int kNext = Shape::kSplit ? 128 : 256;
+    const auto load = [&](uint32_t at) { return __uint_as_float(load_shared_word(block + at)); };
+    const float a = load(offset.even), b = load(offset.odd);
+    const float c = load(offset.even + kNext), d = load(offset.odd + kNext);
+    return Shape::kSplit ? make_float4(a, b, c, d) : make_float4(a, c, b, d);
+  }
+
   static __device__ __forceinline__ float4 quad(const float (&sum)[Shape::kTokens / 2], int b) {
     return make_float4(sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]);
   }
 
   __device__ __forceinline__ void finish(float (&sum)[Shape::kTokens / 2]) const {
     if constexpr (WK == 2) exchange_groups(sum);
-    const TileStore store(p, blockIdx.y * Shape::kRows, Shape::kRows, static_cast<int64_t>(blockIdx.z) * NT, NT, thread,
-                          tile_lane_row<Shape::kSplit>(thread % 32));
+    const int row0 = Place::expert_tile() * Shape::kRows;
+    const int64_t token0 = static_cast<int64_t>(Place::token_tile()) * NT;
     if (p.split == 1) {
+      const TileStore store(p, row0, Shape::kRows, token0, NT, thread, tile_lane_row<Shape::kSplit>(thread % 32));
       const auto store_all = [&] {
 #pragma unroll
         for (int b = kBegin; b < kEnd; ++b) {
@@ -120,18 +185,22 @@ struct TileEnd {
       cluster_arrive_relaxed();
       cluster_wait();
     }
-    switch (p.split) {
-      case 2:
-        return sum_split<2>(store, sum);
-      case 4:
-        return sum_split<4>(store, sum);
-      case 8:
-        return sum_split<8>(store, sum);
-      case 16:
-        if constexpr (Shape::kConsumers == 1) return sum_split<16>(store, sum);
-      default:
-        return sum_any_split(store, sum);
+    const RowStore store(p, row0, Shape::kRows, token0, NT, thread);
+    if (split_is(2)) return sum_split<2>(store, sum);
+    if (split_is(3)) return sum_split<3>(store, sum);
+    if (split_is(4)) return sum_split<4>(store, sum);
+    if (split_is(8)) return sum_split<8>(store, sum);
+    if constexpr (Shape::kConsumers == 1) {
+      if (split_is(16)) return sum_split<16>(store, sum);
     }
+    sum_any_split(store, sum);
+  }
+
+  // Compares one by one: the compiler would make a jump of them whose table it reads from memory that is not cached.
+  __device__ __forceinline__ bool split_is(int split) const {
+    int value;
+    asm volatile("mov.u32 %0, %1;" : "=r"(value) : "r"(p.split));
+    return value == split;
   }
 
   // The k groups exchange halves of their sums over the stages.
@@ -154,24 +223,27 @@ struct TileEnd {
     }
   }
 
-  // A split that is a power of two.
+  // The common splits.
   template <int kSplit>
-  __device__ __forceinline__ void sum_split(const TileStore& store, const float (&sum)[Shape::kTokens / 2]) const {
+  __device__ __forceinline__ void sum_split(const RowStore& store, const float (&sum)[Shape::kTokens / 2]) const {
     constexpr int kPartBytes = (kTileBlocks + kSplit - 1) / kSplit * kSumBlockBytes;
     constexpr int kMost = (kEnd - kBegin + kSplit - 1) / kSplit;  // blocks of a rank
-    const int rank = blockIdx.x;
-    const uint32_t sums = memory.stages + p.sums_offset + thread * 16;
-    const uint32_t mine = sums + rank * kPartBytes;
+    const int rank = Place::rank();
+    const uint32_t sums = memory.stages + p.sums_offset;
+    const uint32_t mine = sums + quad_offset(thread) + rank * kPartBytes;
 #pragma unroll
     for (int b = kBegin; b < kEnd; ++b) {
       const int owner = (kFirst + b) % kSplit;
-      send_quad(owner == rank, mine + (kFirst + b) / kSplit * kSumBlockBytes, memory.sums_barrier, owner, quad(sum, b));
+      send_quad(owner == rank, mine + (kFirst + b) / kSplit * kSumBlockBytes, memory.sums_barrier,
+                Place::cluster_rank(owner), quad(sum, b));
     }
-    const int first = kBegin + ((rank - kFirst - kBegin) & (kSplit - 1));
+    named_barrier_sync(2 + kGroup, 128);  // other threads read what this one wrote of this rank's own blocks
+    const int first = kBegin + (rank + kSplit - (kFirst + kBegin) % kSplit) % kSplit;
     if (first >= kEnd) return;
     const uint32_t source = sums + (kFirst + first) / kSplit * kSumBlockBytes;
     float* const target = store.at(kRowGroup, kTokenBlock + first);
     const int64_t next = 8 * kSplit * store.stride;
+    const RowOffset offset = row_offset(thread);
     mbarrier_wait(memory.sums_barrier, 0);
     float4 parts[kMost][kSplit];
 #pragma unroll
@@ -179,7 +251,7 @@ struct TileEnd {
 #pragma unroll
       for (int r = 0; r < kSplit; ++r) {
         const int at = first + i * kSplit < kEnd ? i : 0;
-        parts[i][r] = load_shared_quad(source + at * kSumBlockBytes + r * kPartBytes);
+        parts[i][r] = load_rows(source + at * kSumBlockBytes + r * kPartBytes, offset);
       }
     }
 #pragma unroll
@@ -191,28 +263,31 @@ struct TileEnd {
     }
   }
 
-  __device__ __forceinline__ void sum_any_split(const TileStore& store, const float (&sum)[Shape::kTokens / 2]) const {
-    const int rank = blockIdx.x;
+  __device__ __forceinline__ void sum_any_split(const RowStore& store, const float (&sum)[Shape::kTokens / 2]) const {
+    const int rank = Place::rank();
     const int split = p.split;
     const uint32_t part_bytes = p.sum_part * kSumBlockBytes;
-    const uint32_t sums = memory.stages + p.sums_offset + thread * 16;
+    const uint32_t sums = memory.stages + p.sums_offset;
+    const uint32_t mine = sums + quad_offset(thread) + rank * part_bytes;
     int owner = (kFirst + kBegin) % split;
     int index = (kFirst + kBegin) / split;
 #pragma unroll
     for (int b = kBegin; b < kEnd; ++b) {
-      send_quad(owner == rank, sums + rank * part_bytes + index * kSumBlockBytes, memory.sums_barrier, owner,
+      send_quad(owner == rank, mine + index * kSumBlockBytes, memory.sums_barrier, Place::cluster_rank(owner),
                 quad(sum, b));
       if (++owner == split) owner = 0, ++index;
     }
     int b = kBegin + (rank + split - (kFirst + kBegin) % split) % split;
     uint32_t source = sums + (kFirst + b) / split * kSumBlockBytes;
+    named_barrier_sync(2 + kGroup, 128);
     if (b >= kEnd) return;
+    const RowOffset offset = row_offset(thread);
     mbarrier_wait(memory.sums_barrier, 0);
 #pragma unroll 1
     for (; b < kEnd; b += split, source += kSumBlockBytes) {
-      float4 v = load_shared_quad(source);
+      float4 v = load_rows(source, offset);
 #pragma unroll 4
-      for (int r = 1; r < split; ++r) v = add(v, load_shared_quad(source + r * part_bytes));
+      for (int r = 1; r < split; ++r) v = add(v, load_rows(source + r * part_bytes, offset));
       store.put(store.at(kRowGroup, kTokenBlock + b), kRowGroup, kTokenBlock + b, v);
     }
   }

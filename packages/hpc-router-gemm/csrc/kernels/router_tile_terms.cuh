@@ -6,6 +6,7 @@
 // steps for two terms, every 4 for three. Two accumulators take turns, so that the tensor cores have work meanwhile.
 #pragma once
 
+#include "hpc/cluster.cuh"
 #include "hpc/mbarrier.cuh"
 #include "hpc/wgmma_ss.cuh"
 #include "kernels/router_tile_load.cuh"
@@ -27,12 +28,19 @@ __device__ __forceinline__ void multiply_terms(const TileParams& p, int wm, int 
   const int lane = threadIdx.x % 32;
   const uint32_t own_weights = wm * 64 * kRowBytes + wk * kSteps * 32;
   const uint32_t own_tokens = Shape::kWeightBytes + wn * kTokens * kRowBytes + wk * kSteps * 32;
+  const int blocks = TileBlocks(p, TilePlace<Shape>::rank()).count;
   Ring ring;     // of the next stage
   int used = 0;  // slot of the next to be given back
+  // Stages that will be copied to the slots of earlier ones. A pair gives back no others: who has ended may be gone.
+  int refills = blocks * Shape::kBlockStages - p.stages;
   const auto release = [&] {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
-      if (lane == 0) mbarrier_arrive(memory.empty + used * 8);
+      if (Shape::kPair == 1) {
+        if (lane == 0) mbarrier_arrive(memory.empty + used * 8);
+      } else if (--refills >= 0 && lane < 2) {  // to both of the pair
+        mbarrier_arrive_cluster(cluster_address(memory.empty + used * 8, (blockIdx.x & ~1) + lane));
+      }
       used = used + 1 == p.stages ? 0 : used + 1;
     }
   };
@@ -63,7 +71,7 @@ __device__ __forceinline__ void multiply_terms(const TileParams& p, int wm, int 
     }
     wgmma_commit();
   };
-  int turns = TileBlocks(p, blockIdx.x).count * (8 / (kStages * kSteps));
+  int turns = blocks * (8 / (kStages * kSteps));
   const auto add = [&](float (&part)[kTokens / 2]) {
     wgmma_fence(part);
 #pragma unroll

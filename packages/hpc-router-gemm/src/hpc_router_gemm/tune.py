@@ -24,7 +24,7 @@ def candidate_configs(m: int, n: int, k: int, terms: int, count: int, presplit: 
 
     presplit: the weight's terms are in memory, and Configs that read them are among the candidates.
 
-    At most five have the same tile, form of the weight and place for the sums.
+    At most five have the same tile, form and way of the weight and place for the sums.
     """
     stream = [
         {"kernel": "stream", "rows": r, "tokens": t, "split": s}
@@ -40,8 +40,13 @@ def candidate_configs(m: int, n: int, k: int, terms: int, count: int, presplit: 
             "split": s,
             "sums_apart": apart,
             "presplit": split,
+            "paired": paired,
         }
-        for split, tiles in ((False, _C.WGMMA_TILES), (True, _C.TERM_TILES if presplit else []))
+        for split, paired, tiles in (
+            (False, False, _C.WGMMA_TILES),
+            (True, False, _C.TERM_TILES if presplit else []),
+            (True, True, _C.PAIRED_TILES if presplit else []),
+        )
         for (r, g, t), s, apart in itertools.product(tiles, (*range(1, 9), 16), (False, True))
         if t <= max(32, 2 * m) and m >= 16
     ]
@@ -56,7 +61,7 @@ def candidate_configs(m: int, n: int, k: int, terms: int, count: int, presplit: 
     chosen = _C.choose_config(m=m, n=n, k=k, terms=terms, presplit=presplit)
     result, per_tile = [chosen], {}
     for name, (_, config) in sorted(found.items(), key=lambda item: item[1][0]):
-        tile_name = (config.kernel, config.rows, config.tokens, config.k_groups, config.sums_apart, config.presplit)
+        tile_name = tuple(getattr(config, name) for name in CONFIG_FIELDS if name not in ("split", "stages"))
         per_tile[tile_name] = per_tile.get(tile_name, 0) + 1
         if name != repr(chosen) and per_tile[tile_name] <= 5 and len(result) < count:
             result.append(config)

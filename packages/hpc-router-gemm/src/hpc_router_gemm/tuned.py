@@ -20,7 +20,8 @@ from . import _C
 ENVIRONMENT = "HPC_ROUTER_TUNED"
 _WHERE = f"hpc_router_gemm: {ENVIRONMENT}"
 _CONFIG_FIELDS = ("kernel", "rows", "tokens", "k_groups", "split", "stages")
-CONFIG_FIELDS = (*_CONFIG_FIELDS, "sums_apart", "presplit")
+_LATER_FIELDS = ("sums_apart", "presplit", "paired")  # older tables have them not: False
+CONFIG_FIELDS = (*_CONFIG_FIELDS, *_LATER_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,7 @@ CROSSOVERS: dict[str, tuple[str, dict[tuple[int, int], tuple[tuple[int, int], ..
 
 
 def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    older = {"sums_apart": False, "presplit": False}
-    return {name: row[name] for name in _CONFIG_FIELDS} | older | {name: row[name] for name in older if name in row}
+    return {name: row[name] for name in _CONFIG_FIELDS} | {name: row.get(name, False) for name in _LATER_FIELDS}
 
 
 def _row(path: pathlib.Path, row: Any) -> tuple[tuple[int, int], Choice]:
