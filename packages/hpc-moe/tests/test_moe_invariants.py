@@ -143,11 +143,15 @@ LAYER = {
     "num_tokens": 0, "top_k": 8, "num_local_experts": 64, "num_experts": 64, "hidden": 1024, "intermediate": 2048,
     "quant": "block", "x_is_bf16": True, "batch_invariant": False,
 }  # fmt: skip
+WIDE = {**LAYER, "num_local_experts": 192, "num_experts": 192, "hidden": 4096, "intermediate": 192}
 
 
 @given(problems(), st.integers(0, 262144))
 @example({**LAYER, "num_tokens": 66}, 64)  # just past the low regime, which needs more
 @example({**LAYER, "num_tokens": 32769}, 32768)  # two chunks need less than the largest single one
+@example({**WIDE, "num_tokens": 545}, 544)  # two panels need less than the largest single one
+@example({**WIDE, "num_tokens": 1100}, 1088)  # three less than two
+@example({**WIDE, "num_tokens": 1100, "num_local_experts": 48}, 544)  # a rank's share is a quarter, its workspace whole
 def test_the_workspace_query_covers_every_smaller_call(problem: dict[str, Any], tokens: int) -> None:
     largest = hpc_moe._C.max_workspace_bytes(**problem)
     low = min(1024, 8 * problem["num_experts"]) // problem["top_k"]
@@ -173,6 +177,7 @@ def test_config_sizes_hold_together(problem: dict[str, Any], num_sms: int) -> No
         assert config.layout.bytes == 0
         return
     rows, hidden, inter = config.chunk_rows, problem["hidden"], problem["intermediate"]
+    assert config.panel_columns == hidden or (0 < config.panel_columns < hidden and config.panel_columns % 256 == 0)
     block, own_x = problem["quant"] == "block", config.x_in_workspace
     needs = {
         "counters": 256,
@@ -185,7 +190,7 @@ def test_config_sizes_hold_together(problem: dict[str, Any], num_sms: int) -> No
         "x_scale": config.chunk_tokens * hidden // 32 if own_x and block else 0,
         "h": rows * inter * (2 if config.h_is_bf16 else 1),
         "h_scale": 4 * rows * inter // config.act_group if block and not config.h_is_bf16 else 0,
-        "y": 2 * rows * hidden,
+        "y": 2 * rows * config.panel_columns,
     }
     spans = sorted((getattr(config.layout, name), need) for name, need in needs.items() if need)
     assert all(begin % 256 == 0 for begin, _ in spans)

@@ -50,6 +50,11 @@ FAULTS = {
     13: ("s.rows[last % 2]", "s.rows[emulation::fault == 13 ? 0 : last % 2]"),
     # The reduction drops a line that has not been read.
     14: ("discard_line(y + at[i] + half", "discard_line(y + at[i] + (emulation::fault == 14) * p.hidden + half"),
+    # Panels: the first one's weights; their scales; the place in out; that in shared_output.
+    15: ("w2) + first * row_bytes", "w2) + (emulation::fault == 15 ? 0 : first) * row_bytes"),
+    16: ("p.w_scale += static_cast", "if (emulation::fault != 16) p.w_scale += static_cast"),
+    17: ("(p.out) + first", "(p.out) + (emulation::fault == 17 ? 0 : first)"),
+    18: ("(p.shared_output) + first", "(p.shared_output) + (emulation::fault == 18 ? 0 : first)"),
     11: ("weight_scales[first + m]", "weight_scales[emulation::fault == 11 ? 0 : first + m]"),
 }
 ROUTING = (6, 7)
@@ -111,7 +116,7 @@ def sources(folder: pathlib.Path) -> None:
     """Copies of the kernels with what is PTX replaced and the faults planted."""
     shutil.copytree(CSRC / "kernels", folder / "kernels")
     planted = set()
-    for path in (folder / "kernels").rglob("*.cuh"):
+    for path in [*(folder / "kernels").rglob("*.cuh"), folder / "kernels" / "panels.hpp"]:
         text = path.read_text().replace("extern __shared__", "extern")
         for pattern, stand_in in PTX:
             text = re.sub(pattern, stand_in, text, flags=re.DOTALL)

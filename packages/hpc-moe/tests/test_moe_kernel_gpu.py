@@ -90,6 +90,21 @@ def test_rows_depend_on_themselves_alone(name: str, moe_case: CaseMaker) -> None
 
 
 @pytest.mark.parametrize("name", FP8)
+def test_panels(name: str, moe_case: CaseMaker) -> None:
+    """Down and the reduction in panels of columns: the same bits as for fewer tokens, whose y is one panel."""
+    case = moe_case(name, 600, 32, 160, 1024, 128, device="cuda")
+    shared = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(3)).bfloat16().cuda()
+    case = case.but(shared_output=shared, routed_scaling_factor=2.5)
+    assert config_of(case).panel_columns == 512
+    result = case.run()
+    for pick in (slice(0, 300), slice(300, 600)):
+        part = case.tokens(pick).but(shared_output=shared[pick])
+        assert config_of(part).panel_columns == 1024
+        assert torch.equal(bits(part.run()), bits(result[pick]))
+    case.check(result)
+
+
+@pytest.mark.parametrize("name", FP8)
 @pytest.mark.parametrize(
     ("tokens", "hidden", "inter"), [(1, 128, 64), (3, 2048, 192), (16, 2176, 768), (16, 4096, 192), (5, 256, 1536)]
 )

@@ -62,6 +62,7 @@ void bind_config(nb::module_& module) {
       .def_ro("down_columns", &Config::down_columns)
       .def_ro("up_grid", &Config::up_grid)
       .def_ro("down_grid", &Config::down_grid)
+      .def_ro("panel_columns", &Config::panel_columns)
       .def_ro("few", &Config::few)
       .def_ro("exact", &Config::exact)
       .def_ro("guess", &Config::guess)

@@ -46,6 +46,11 @@ constexpr int32_t kKeptColumns = 256, kKeptPairs = 4;
 // to memory beside the next call's weights. Of more, most have been written before they are read.
 constexpr int64_t kDiscardFrom = 6 << 20, kDiscardTo = 80 << 20;
 
+// Beyond, while an expert has but one tile: in panels of columns of H of at most so many bytes, as expected, one after
+// the other through the down kernel and the reduction. A panel stays in L2 in between, and is dropped.
+constexpr int64_t kPanelBytes = 34 << 20;
+constexpr int32_t kPanelGranule = 256;  // columns: a pair of down's units
+
 // Rounding. The tensor core adds e4m3 products in about 14 bits; now and then an activation rounds to its neighbour for
 // it. Over many activations that is little, but in a small call one step may be a percent of the output. So the low
 // regime, whose sums are fp32, goes on to kLowAgainPairs where its tiles of 8 rows read at most kLowAgainBytes of
@@ -87,33 +92,35 @@ struct Layout {
   int64_t h;             // [chunk_rows, I]: bf16 where h_is_bf16, else e4m3
   int64_t h_q;           // e4m3 [chunk_rows, I], where h_quantised
   int64_t h_scale;       // fp32 [chunk_rows, I / act_group], where quant is kBlock and h is e4m3 or h_quantised
-  int64_t y;             // bf16 [chunk_rows, H]: down's rows before the reduction, undefined after it (discard)
+  int64_t y;             // bf16 [chunk_rows, panel_columns]: down's rows before the reduction, undefined after it
+                         // (discard)
   int64_t bytes;         // of the whole workspace
 };
 
 struct Config {
   Regime regime;
   grouped::TileRule rule;
-  int32_t act_group;     // elements of I that share a scale, weights' and activations' alike: 128, or 64
-  bool x_in_workspace;   // x is quantised by a step of its own into x_q (else in the gate-up kernel, or not at all)
-  bool h_is_bf16;        // the activation is stored as bf16: bf16 weights, or it is quantised later
-  bool h_quantised;      // bf16 h is quantised by a step of its own into h_q (else in the down kernel, or not at all)
-  int32_t num_chunks;    // 0 where there are no tokens
-  int64_t chunk_tokens;  // tokens of every chunk but the last, which has no more
-  int64_t chunk_rows;    // chunk_tokens * top_k: most rows of a chunk
-  int64_t max_tiles;     // most token tiles of a chunk
-  int32_t up_columns;    // columns of the activation a gate-up task makes
-  int32_t down_columns;  // columns of H a down task makes
-  int32_t up_grid;       // CTAs of the gate-up kernel
-  int32_t down_grid;     // CTAs of the down kernel
-  bool few;              // low: kernels of few pairs, which quantise x and h in each CTA
-  bool up_clusters;      // the gate-up kernel's CTAs share weights by twos
-  bool down_clusters;    // the down kernel's
-  int32_t kept_pairs;    // down: pairs of 128 columns of H for which rows of h stay in shared memory; 0: they do not
-  bool discard;          // the reduction drops y from L2 once read
-  bool exact;            // gate-up's sums are fp32, not the tensor core's of e4m3 products
-  bool guess;            // gate-up CTAs load weights of their likely first task while the index is made
-  int32_t index_ctas;    // CTAs of the index kernel (one cluster); 0 where the gate-up kernel routes for itself
+  int32_t act_group;      // elements of I that share a scale, weights' and activations' alike: 128, or 64
+  bool x_in_workspace;    // x is quantised by a step of its own into x_q (else in the gate-up kernel, or not at all)
+  bool h_is_bf16;         // the activation is stored as bf16: bf16 weights, or it is quantised later
+  bool h_quantised;       // bf16 h is quantised by a step of its own into h_q (else in the down kernel, or not at all)
+  int32_t num_chunks;     // 0 where there are no tokens
+  int64_t chunk_tokens;   // tokens of every chunk but the last, which has no more
+  int64_t chunk_rows;     // chunk_tokens * top_k: most rows of a chunk
+  int64_t max_tiles;      // most token tiles of a chunk
+  int32_t up_columns;     // columns of the activation a gate-up task makes
+  int32_t down_columns;   // columns of H a down task makes
+  int32_t up_grid;        // CTAs of the gate-up kernel
+  int32_t down_grid;      // CTAs of the down kernel
+  bool few;               // low: kernels of few pairs, which quantise x and h in each CTA
+  bool up_clusters;       // the gate-up kernel's CTAs share weights by twos
+  bool down_clusters;     // the down kernel's
+  int32_t kept_pairs;     // down: pairs of 128 columns of H for which rows of h stay in shared memory; 0: they do not
+  bool discard;           // the reduction drops y from L2 once read
+  int32_t panel_columns;  // of H, for which down and the reduction run; the last panel has no more. H: one panel
+  bool exact;             // gate-up's sums are fp32, not the tensor core's of e4m3 products
+  bool guess;             // gate-up CTAs load weights of their likely first task while the index is made
+  int32_t index_ctas;     // CTAs of the index kernel (one cluster); 0 where the gate-up kernel routes for itself
   Layout layout;
 };
 
@@ -164,7 +171,7 @@ inline Layout make_layout(const Problem& p, const Config& c) {
   l.h = take(c.chunk_rows * p.intermediate * (c.h_is_bf16 ? 2 : 1));
   l.h_q = take(c.h_quantised ? c.chunk_rows * p.intermediate : 0);
   l.h_scale = take(block && (!c.h_is_bf16 || c.h_quantised) ? c.chunk_rows * (p.intermediate / c.act_group) * 4 : 0);
-  l.y = take(c.chunk_rows * p.hidden * 2);
+  l.y = take(c.chunk_rows * c.panel_columns * 2);
   l.bytes = p.tokens == 0 ? 0 : end;
   return l;
 }
@@ -216,6 +223,22 @@ inline Regime choose_regime(const Problem& p, int64_t chunk_tokens) {
   return pairs > 128 * static_cast<int64_t>(p.num_experts) ? Regime::kLarge : Regime::kMid;
 }
 
+// Bytes of y of a call of `rows` pairs, as expected: those of this rank's share of them.
+inline int64_t expected_y_bytes(const Problem& p, int64_t rows) {
+  return rows * p.num_local / p.num_experts * p.hidden * 2;
+}
+
+// Columns of a panel of y.
+inline int32_t choose_panel_columns(const Problem& p, Regime regime, int64_t rows) {
+  const int64_t bytes = expected_y_bytes(p, rows);
+  const bool one_tile = regime == Regime::kMid && rows <= kTileRule.max_rows * static_cast<int64_t>(p.num_experts);
+  if (p.num_sms == 0 || !one_tile || p.quant == Quant::kNone || bytes <= kPanelBytes) return p.hidden;
+  const int32_t granules = detail::ceil_div(p.hidden, kPanelGranule);
+  const auto fit = static_cast<int32_t>(kPanelBytes / (bytes / p.hidden) / kPanelGranule);
+  const int32_t panels = detail::ceil_div(granules, fit > 1 ? fit : 1);
+  return panels > 1 ? detail::ceil_div(granules, panels) * kPanelGranule : p.hidden;
+}
+
 // The one place where a call's shape is turned into sizes. Throws std::invalid_argument for a Problem out of range.
 inline Config make_config(const Problem& p) {
   detail::check_problem(p);
@@ -241,7 +264,9 @@ inline Config make_config(const Problem& p) {
   c.up_columns = !low ? c.act_group : c.few ? 16 : 32;
   c.down_columns = low ? (p.hidden <= 2048 ? 16 : 32) : 256;
   const int64_t up_tasks = c.max_tiles * detail::ceil_div(p.intermediate, c.up_columns);
-  const int64_t down_tasks = (low ? 1 : c.max_tiles) * static_cast<int64_t>(detail::ceil_div(p.hidden, c.down_columns));
+  c.panel_columns = choose_panel_columns(p, c.regime, c.chunk_rows);
+  const int64_t down_tasks =
+      (low ? 1 : c.max_tiles) * static_cast<int64_t>(detail::ceil_div(c.panel_columns, c.down_columns));
   c.up_grid = detail::grid(p.num_sms, up_tasks);
   c.down_grid = detail::grid(p.num_sms, down_tasks);
   // Where experts have several tiles, in clusters of two CTAs. With one pair of units (I of 192) neighbouring tasks are
@@ -263,8 +288,9 @@ inline Config make_config(const Problem& p) {
     for (c.kept_pairs = kKeptPairs; p.hidden / 256 % c.kept_pairs; --c.kept_pairs) {
     }
   }
-  const int64_t y_bytes = c.chunk_rows * p.num_local / p.num_experts * p.hidden * 2;  // as expected
-  c.discard = c.regime == Regime::kMid && y_bytes >= kDiscardFrom && y_bytes <= kDiscardTo;
+  const int64_t y_bytes = expected_y_bytes(p, c.chunk_rows);
+  c.discard =
+      c.panel_columns < p.hidden || (c.regime == Regime::kMid && y_bytes >= kDiscardFrom && y_bytes <= kDiscardTo);
   c.layout = detail::make_layout(p, c);
   return c;
 }
@@ -272,7 +298,7 @@ inline Config make_config(const Problem& p) {
 // Bytes that a call of any number of tokens up to p.tokens finds enough. Within a regime and a tile rule the size grows
 // with the chunk; the largest low call may need more than the smallest mid one (a bf16 activation), the last of narrow
 // tiles more than the first of wider ones, that of an odd number of tiles more than the next, and chunks end at
-// kChunkTokens.
+// kChunkTokens. Panels only need less than a CPU's call of as many tokens.
 inline int64_t max_workspace_bytes(const Problem& p) {
   Problem at = p;
   const int64_t largest = p.tokens < kChunkTokens ? p.tokens : kChunkTokens;

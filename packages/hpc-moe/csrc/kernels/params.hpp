@@ -54,12 +54,12 @@ struct GemmParams {
   int32_t w_scale_rows;    // kBlock: M blocks of an expert
   int32_t w_scale_cols;    // kBlock: K groups
   const float* act_scale;  // kTensor: [1], scale of the activations between the GEMMs
-  void* out;               // gate-up: h [rows, I]; down: y [rows, H] bf16
+  void* out;               // gate-up: h [rows, I]; down: y [rows, out_columns] bf16
   float* out_scale;        // gate-up, kBlock: [rows, I groups]
   int32_t k_bytes;         // bytes of K: a row of B and of the weights
   int32_t pairs;           // down: pairs of units of a task for which rows of h are kept; 0: they are not
   int32_t units;           // 64-column units of I (gate-up) or 128-column units of H (down)
-  int32_t out_columns;     // I or H
+  int32_t out_columns;     // I or H; down of a panel (panels.hpp): its columns
   int32_t weight_rows;     // weight rows of an expert: 2 I or H
   int32_t experts;         // E, local
   bool evict_first;        // weights leave L2 first
@@ -71,7 +71,7 @@ struct GemmParams {
 };
 
 struct ReduceParams {
-  const void* y;               // [rows, H] bf16
+  const void* y;               // [rows, hidden] bf16
   const int32_t* slot_to_row;  // [T * k]
   const float* topk_weights;   // [T, k]
   int64_t weight_token_stride;
@@ -82,7 +82,7 @@ struct ReduceParams {
   int64_t out_stride;
   float routed_scaling_factor;
   int32_t num_tokens;
-  int32_t hidden;
+  int32_t hidden;  // H, or a panel's columns: out and shared_output begin at its first
   int32_t top_k;
 };
 

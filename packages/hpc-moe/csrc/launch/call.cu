@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/panels.hpp"
 #include "launch/low.hpp"
 #include "launch/moe.hpp"
 
@@ -118,10 +119,27 @@ void run_low(const Call& c, const Config& config, int num_sms, cudaStream_t stre
   launch_low_down(c.quant, config.few, c.ids_are_int64, p, config.down_columns, stream);
 }
 
-// The four kernels of tokens [begin, begin + tokens).
+// Down and the reduction of a chunk, panel after panel, all in the same place for y.
+void run_panels(const Call& c, const Config& config, const GemmParams& down, const ReduceParams& reduce,
+                const CUtensorMap& h_map, int num_sms, cudaStream_t stream) {
+  const bool half = c.quant == Quant::kBlock && config.act_group == 64, as_m = tokens_are_m(config.rule);
+  const bool lines = reinterpret_cast<uintptr_t>(reduce.y) % 128 == 0;  // whole ones
+  const int64_t rows = static_cast<int64_t>(c.num_local) * c.hidden;
+  for (int32_t first = 0; first < c.hidden; first += config.panel_columns) {
+    const int32_t columns = std::min(config.panel_columns, c.hidden - first);
+    if (c.kernels & 4u) {
+      const CUtensorMap map =
+          down_weight_map(panel_weights(c.w2, down.k_bytes, first), rows - first, down.k_bytes, as_m);
+      launch_down(c.quant, half, map, h_map, panel_of(down, c.quant, first, columns), as_m, config.down_clusters,
+                  config.rule.max_rows, config.down_grid, stream);
+    }
+    if (c.kernels & 8u) launch_reduce(panel_of(reduce, first, columns), config.discard && lines, num_sms, stream);
+  }
+}
+
+// The four kernels of tokens [begin, begin + tokens), the last two for each panel.
 void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t tokens, const CUtensorMap& up_map,
-               const CUtensorMap& half_map, const CUtensorMap& down_map, const CUtensorMap& h_map, int num_sms,
-               cudaStream_t stream) {
+               const CUtensorMap& half_map, const CUtensorMap& h_map, int num_sms, cudaStream_t stream) {
   const Layout& l = config.layout;
   const int element = c.quant == Quant::kNone ? 2 : 1;  // bytes of a weight, and of what it is multiplied with
   const bool half = c.quant == Quant::kBlock && config.act_group == 64;
@@ -196,21 +214,10 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   down.act_scale = c.act_scale;
   down.out = at<uint8_t>(c.workspace, l.y);
   down.k_bytes = c.intermediate * element;
-  down.units = c.hidden / 128;
-  down.out_columns = c.hidden;
   down.weight_rows = c.hidden;
   down.top_k = c.top_k;
   down.pairs = config.kept_pairs;
-  if (c.kernels & 4u) {
-    launch_down(c.quant, half, down_map, h_map, down, as_m, config.down_clusters, config.rule.max_rows,
-                config.down_grid, stream);
-  }
-
-  if (c.kernels & 8u) {
-    const ReduceParams reduce = reduce_params(c, begin, tokens, down.out, routing.slot_to_row);
-    const bool lines = reinterpret_cast<uintptr_t>(reduce.y) % 128 == 0;  // whole ones
-    launch_reduce(reduce, config.discard && lines, num_sms, stream);
-  }
+  run_panels(c, config, down, reduce_params(c, begin, tokens, down.out, routing.slot_to_row), h_map, num_sms, stream);
 }
 
 }  // namespace
@@ -227,13 +234,11 @@ void run(const Call& c, const Config& config, int num_sms, cudaStream_t stream) 
       gate_up_weight_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element, as_m);
   const CUtensorMap half_map =
       gate_up_half_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element, c.intermediate);
-  const CUtensorMap down_map =
-      down_weight_map(c.w2, experts * c.hidden, static_cast<int64_t>(c.intermediate) * element, as_m);
   const CUtensorMap h_map = down_row_map(at<uint8_t>(c.workspace, config.layout.h), config.chunk_rows,
                                          static_cast<int64_t>(c.intermediate) * element);
   for (int64_t begin = 0; begin < c.tokens; begin += config.chunk_tokens) {
-    run_chunk(c, config, begin, std::min(config.chunk_tokens, c.tokens - begin), up_map, half_map, down_map, h_map,
-              num_sms, stream);
+    run_chunk(c, config, begin, std::min(config.chunk_tokens, c.tokens - begin), up_map, half_map, h_map, num_sms,
+              stream);
   }
 }
 

@@ -44,8 +44,8 @@ struct Call {
   uint32_t kernels = ~0u;
 };
 
-// Launches the call on the current device: four kernels a chunk, two where the regime is low. Throws
-// std::invalid_argument for what the kernels cannot address, std::runtime_error with CUDA's text.
+// Launches the call on the current device: two kernels a chunk and two for each of its panels; two to four where the
+// regime is low. Throws std::invalid_argument for what the kernels cannot address, std::runtime_error with CUDA's text.
 void run(const Call& call, const Config& config, int num_sms, cudaStream_t stream);
 
 }  // namespace hpc::moe
