@@ -73,8 +73,13 @@ def test_cursor_lists_the_same_pieces(batch, shape):
 def test_makespan_against_bounds_and_static_splits(batch, shape, data):
     schedule = plan_decode(batch, **shape)
     total = schedule.total_tiles
-    assert schedule.makespan == min(schedule.budget, total)
     assert schedule.lower_bound == -(-total // shape["num_ctas"])
+    assert schedule.makespan <= min(schedule.budget, total)
+    if len(batch) * shape["num_kv_heads"] > shape["num_ctas"]:  # no dealt plan
+        assert schedule.makespan == min(schedule.budget, total)
+    least, ctas = shape["min_tiles"], shape["num_ctas"]
+    share = max(schedule.lower_bound, 2 * least)
+    assert schedule.makespan <= share + -(-max(share, 16 * least) * 5 // 32) + min(ctas, 511) * least // 36
     if schedule.lower_bound < schedule.floor:
         return
     assert schedule.makespan == schedule.lower_bound
@@ -90,7 +95,7 @@ def test_permuting_requests_keeps_loads_and_coverage(batch, shape, random):
     order = list(range(len(batch)))
     random.shuffle(order)
     one, other = plan_decode(batch, **shape), plan_decode([batch[i] for i in order], **shape)
-    assert np.array_equal(one.loads, other.loads)
+    assert np.array_equal(np.sort(one.loads), np.sort(other.loads))
     assert check_schedule(other.raw, [batch[i] for i in order], **shape) == []
     assert np.array_equal(one.requests["num_tiles"][order], other.requests["num_tiles"][:-1])
 
@@ -136,9 +141,9 @@ def test_floor_and_piece_size_at_every_total(min_tiles):
         ([4096] * 64, 1, 32),
         ([131072] + [4096] * 31, 1, 32),  # 31 would be even
         ([4096] * 31 + [131072], 1, 32),
-        ([32768] * 2 + [4096] * 30, 1, 24),  # 23
+        ([2048] * 2 + [256] * 350, 1, 12),  # 11.1
         ([4096] * 64, 8, 256),  # 249
-        ([8192] * 8, 8, 64),  # 63
+        ([8192] * 20, 8, 160),  # 156
         ([65536] + [4096] * 15, 8, 128),  # 121
         ([4096] * 70, 1, 34),  # 40 would be 18 % more
     ],
@@ -147,6 +152,38 @@ def test_a_little_more_for_cuts_at_the_ends_of_requests(batch, heads, budget):
     schedule = plan_decode(batch, heads)
     assert schedule.budget == budget
     assert schedule.makespan - schedule.lower_bound <= schedule.lower_bound // 16
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "ctas", "min_tiles", "parts"),
+    [
+        ([512] * 64, 1, 132, 2, [1] * 64),  # 4 tiles would be even, up to 11 are whole
+        ([512] * 64, 1, 132, 1, [2] * 64),  # up to 7
+        ([960] * 64, 1, 132, 2, [1] * 64),
+        ([1024] * 64, 1, 132, 2, [2] * 64),
+        ([512], 1, 132, 2, [4]),  # the floor is 2
+        ([32768] * 2 + [4096] * 30, 1, 132, 2, [21] * 2 + [3] * 30),  # 23 would be even, 25 fit
+        ([131072] + [4096] * 31, 1, 132, 1, [64] + [2] * 31),  # 31 and 32
+        ([8192] * 8, 8, 132, 2, [2] * 8),
+        ([320, 640, 1, 0], 2, 8, 2, [1, 2, 1, 0]),
+        ([0, 8192, 0, 256, 0], 2, 10, 2, [0, 4, 0, 1, 0]),  # 27 would be even, 32 fit
+        ([0, 8512, 0, 256, 0], 2, 10, 2, None),  # of 28, 34 would fit: too much
+        ([512] * 64, 8, 511, 2, None),  # more pairs than CTAs
+        ([512] * 40, 8, 512, 2, None),  # more CTAs than a dealt plan has
+        ([512] * 40, 8, 511, 2, [1] * 40),
+    ],
+)
+def test_pairs_with_ctas_of_their_own(batch, heads, ctas, min_tiles, parts):
+    schedule = plan_decode(batch, heads, ctas, min_tiles=min_tiles)
+    pieces = schedule.pieces
+    alone = np.array_equal(pieces["cta"], np.arange(len(pieces)))
+    assert alone == (parts is not None)
+    if alone:
+        assert np.bincount(pieces["request"], minlength=len(batch)).tolist() == [heads * count for count in parts]
+        for request, count in enumerate(parts):
+            loads = schedule.loads[pieces["cta"][pieces["request"] == request]]
+            assert count == 0 or np.ptp(loads) <= 1
+        assert schedule.num_splits == heads * sum(count > 1 for count in parts)
 
 
 @given(lengths(max_batch=64), shapes(max_heads=4), st.integers(0, 5))
@@ -183,14 +220,16 @@ def test_largest_batch_in_64_bits(heads):
 @pytest.mark.parametrize(
     ("case", "ctas", "budget", "used", "cut", "partial"),
     [
-        ("64x0.5K", 132, 4, 128, 64, 128),
+        ("64x0.5K", 132, 8, 64, 0, 0),
+        ("65x0.5K", 66, 8, 65, 0, 0),
+        ("67x0.5K", 66, 9, 60, 52, 104),
         ("64x4K", 132, 32, 128, 64, 128),
         ("32x0.125K+32x4K", 132, 16, 132, 32, 128),
-        ("2x32K+30x4K", 132, 24, 123, 32, 144),
+        ("2x32K+30x4K", 132, 25, 132, 32, 132),
         ("1x64K+15x4K", 132, 16, 124, 16, 124),
         ("1x128K+31x4K", 132, 32, 126, 32, 126),
         ("1x4K", 132, 2, 32, 1, 32),
-        ("1x32K", 132, 4, 128, 1, 128),
+        ("1x32K", 132, 8, 64, 1, 64),
         ("8x8K", 132, 8, 128, 8, 128),
         ("256x1K", 264, 16, 256, 0, 0),
     ],
@@ -242,8 +281,10 @@ def test_more_requests_than_a_map_holds():
 def test_describe_names_batch_loads_and_pieces():
     text = plan_decode([1000, 0, 5000], 2, 8).describe(limit=2)
     assert "3 requests (1 empty) x 2 KV heads" in text and "190 tiles" in text
-    assert "8 of 8 CTAs, budget 24" in text and "largest load 24" in text
-    assert "r0 h0 [0, 16), r0 h1 [0, 8) -> 1" in text and "... 6 CTAs more" in text
+    assert "8 of 8 CTAs, budget 27, floor 27" in text and "largest load 27" in text and "lower bound 24" in text
+    assert "16 tiles  r0 h0 [0, 16)\n" in text and "... 6 CTAs more" in text
+    text = plan_decode([1000, 0, 5000], 2, 5).describe(limit=2)  # a CTA fewer than there may be pairs
+    assert "5 of 5 CTAs, budget 38" in text and "r0 h0 [0, 16), r0 h1 [0, 16), r2 h0 [0, 6) -> 1" in text
 
 
 def test_from_map_refuses_other_bytes():

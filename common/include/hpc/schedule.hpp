@@ -11,6 +11,10 @@
 // A piece is what a CTA runs of one (request, head); a CTA has at most two pieces of cut ones, its first and its last,
 // so a partial result has the slot  2 * c + (the piece does not start at the CTA's first tile).
 //
+// Dealt plans: where the pairs are no more than the CTAs, and a little more than the even share lets every pair have
+// CTAs of its own, it gets ceil(its tiles / budget) of them, which share its tiles evenly: no run goes from one pair
+// into the next. Short pairs stay whole, one a CTA, where that costs less than adding pieces. See dealt_budget().
+//
 // Batch-invariant plans: a (request, head) is cut into pieces of piece_tiles(its own tiles), and CTA c runs the pieces
 // that start in [c * budget, (c + 1) * budget). Slot: Hkv * piece_begin[r] + h * num_pieces[r] + piece.
 //
@@ -20,98 +24,17 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define HPC_HD __host__ __device__ __forceinline__
-#else
-#define HPC_HD inline
-#endif
+#include "hpc/schedule_map.hpp"
 
 namespace hpc {
 
-constexpr int kTileTokens = 64;
-constexpr int kMaxBatch = 4096;
-constexpr int kMaxCtas = 1024;
-constexpr int kMaxSeqLen = 1 << 20;
-constexpr int kMaxKvHeads = 128;
-
-// What a plan is made for. All lengths in tokens.
-struct DecodeShape {
-  int32_t batch;          // requests of this step, 0 .. max_batch
-  int32_t num_kv_heads;   // 1 .. kMaxKvHeads
-  int32_t q_len;          // query rows a request, 1 .. 8
-  int32_t window;         // keys a row sees, itself included; 0: all
-  int32_t max_seq_len;    // lengths are clamped to it, 1 .. kMaxSeqLen
-  int32_t num_ctas;       // resident CTAs of the attention kernel, 1 .. kMaxCtas
-  bool batch_invariant;   // cut a request by its own length alone
-  int32_t max_batch;      // rows of the map, 1 .. kMaxBatch
-  int32_t min_tiles = 2;  // lower end of the floor of a CTA's work, see floor_tiles()
-};
-
-// Row r: request r. Row `batch` ends the list: tile_begin and piece_begin hold the totals, the rest is 0.
-struct alignas(16) DecodeRequest {
-  int32_t tile_begin;   // tiles of the requests before this one, per KV head
-  int32_t seq_len;      // clamped to [0, max_seq_len]
-  int32_t first_tile;   // first tile that any row sees (not 0 only with a window), from position 0
-  int32_t num_tiles;    // tiles from first_tile to ceil(seq_len / 64)
-  int32_t piece_begin;  // batch-invariant plans, else 0: pieces of the requests before this one, per KV head
-  int32_t piece_tiles;  // batch-invariant plans, else 0: tiles of a piece (the last one may have fewer)
-  int32_t num_pieces;   // batch-invariant plans, else 0: ceil(num_tiles / piece_tiles)
-  int32_t next;         // the next request that has tiles, `batch` where there is none
-};
-
-// Row c: the run of `count` consecutive tiles of CTA c, from the given tile on. count 0: all fields 0.
-struct alignas(16) DecodeCta {
-  int32_t request;
-  int32_t kv_head;
-  int32_t tile;  // counted from the request's first_tile
-  int32_t count;
-};
-
-// One row for each (request, head) that more than one CTA runs, in order; not in batch-invariant plans.
-struct alignas(16) DecodeSplit {
-  int32_t request;
-  int32_t kv_head;
-  int32_t first_cta;  // the pieces belong to CTAs first_cta .. first_cta + pieces - 1
-  int32_t pieces;     // at least 2
-};
-
-struct alignas(16) DecodeHeader {
-  int64_t total_tiles;  // of all requests and KV heads
-  int32_t batch;
-  int32_t num_kv_heads;
-  int32_t num_ctas;
-  int32_t budget;      // tiles a CTA, 0 where there is no tile
-  int32_t used_ctas;   // CTAs that have tiles
-  int32_t num_splits;  // rows in `splits`
-  int32_t q_len;
-  int32_t window;
-  int32_t max_seq_len;
-  int32_t max_batch;
-  int32_t batch_invariant;  // 0 or 1
-  int32_t num_empty;        // requests without tiles: their rows are zeros with lse -inf
-  int32_t floor;            // floor_tiles() of this step
-  int32_t min_tiles;
-};
-
-static_assert(sizeof(DecodeHeader) == 64 && sizeof(DecodeRequest) == 32, "rows of the map");
-static_assert(sizeof(DecodeCta) == 16 && sizeof(DecodeSplit) == 16, "rows of the map");
-
-// Byte offsets inside a map, and its size.
-HPC_HD int64_t requests_offset() {
-  return sizeof(DecodeHeader);
+// Of numbers that are not negative; without signs a division is shorter on the device.
+HPC_HD int32_t divide(int32_t a, int32_t b) {
+  return static_cast<int32_t>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
 }
-HPC_HD int64_t ctas_offset(int32_t max_batch) {
-  return requests_offset() + static_cast<int64_t>(sizeof(DecodeRequest)) * (max_batch + 1);
-}
-HPC_HD int64_t splits_offset(int32_t max_batch, int32_t num_ctas) {
-  return ctas_offset(max_batch) + static_cast<int64_t>(sizeof(DecodeCta)) * num_ctas;
-}
-HPC_HD int64_t decode_map_bytes(int32_t max_batch, int32_t num_ctas) {
-  return splits_offset(max_batch, num_ctas) + static_cast<int64_t>(sizeof(DecodeSplit)) * num_ctas;
-}
-
 HPC_HD int32_t ceil_div(int32_t a, int32_t b) {
-  return a / b + (a % b != 0);
+  const int32_t quotient = divide(a, b);
+  return quotient + (quotient * b != a);
 }
 
 // The least power of two from `value` (at least 1) on.
@@ -153,6 +76,51 @@ HPC_HD int32_t floor_tiles(int64_t total_tiles, int32_t share, int32_t min_tiles
 // Tiles a CTA.
 HPC_HD int32_t decode_budget(int64_t total_tiles, int32_t share, int32_t floor) {
   return total_tiles == 0 ? 0 : (share > floor ? share : floor);
+}
+
+// ---- Dealt plans ----
+
+// Whether a step may have a dealt plan: there is a CTA for every (request, head). (The plan kernel adds parts in 10
+// bits: at most two a CTA with the least budget.)
+constexpr int kMaxDealt = 511;
+HPC_HD bool may_deal(const DecodeShape& shape) {
+  return !shape.batch_invariant && shape.num_ctas <= kMaxDealt && shape.batch * shape.num_kv_heads <= shape.num_ctas;
+}
+
+// Least tiles of a CTA. The more CTAs read, the later come the pieces that are added behind them: with up to 4 *
+// min_tiles each, half of the SMs are enough.
+HPC_HD int32_t dealt_least(int64_t total_tiles, int32_t min_tiles) {
+  constexpr int kHalf = 66;
+  if (total_tiles > static_cast<int64_t>(kHalf) * 4 * min_tiles) return 2 * min_tiles;
+  const int32_t least = ceil_div(static_cast<int32_t>(total_tiles), kHalf);
+  return least > min_tiles ? least : min_tiles;
+}
+
+// Budgets that a dealt plan may have, least first: a CTA's share (dealt_least() where that is more), and up to 5/32
+// more, where it is small 5/32 of 16 * min_tiles. The first one is taken for whose parts there are CTAs enough.
+constexpr int kFits = 6;
+HPC_HD int32_t dealt_budget(int32_t number, int32_t share, int32_t least, int32_t min_tiles) {
+  const int32_t base = share > least ? share : least, unit = 16 * min_tiles > base ? 16 * min_tiles : base;
+  return base + (number * unit + 31) / 32;
+}
+
+// CTAs of a pair: ceil(num_tiles / budget), both less than 2^15. By floats, for on the device that is shorter; and
+// exact: half a tile keeps the quotient further from whole numbers than all roundings bring it.
+HPC_HD int32_t dealt_parts(int32_t num_tiles, int32_t budget) {
+  const auto divisor = static_cast<float>(budget);
+#if defined(__CUDA_ARCH__)
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(divisor));
+#else
+  const float inverse = 1.0f / divisor;
+#endif
+  return static_cast<int32_t>((static_cast<float>(num_tiles) - 0.5f + divisor) * inverse);
+}
+
+// Whether all pairs stay whole, though `parts` CTAs would have a budget's tiles: where reading alone what the longest
+// has more takes no longer than adding so many pieces would.
+HPC_HD bool dealt_whole(int32_t longest, int32_t budget, int32_t parts, int32_t min_tiles) {
+  return 36 * (longest - budget) <= parts * min_tiles;
 }
 
 // Tiles of a piece in a batch-invariant plan, from the request's own tiles: 512 tokens, doubled until at most 256
@@ -199,21 +167,27 @@ struct DecodePlace {
 
 // The place of the tile with index `position` < total. tile_begin: [batch + 1], as in the request rows.
 HPC_HD DecodePlace locate_tile(int64_t position, const int32_t* tile_begin, int32_t batch, int32_t num_kv_heads) {
-  // The last request that begins at or before the position; of several that begin there, the last has the tiles.
+  // The last request that begins at or before the position; of several that begin there, the last has the tiles. A
+  // quarter is left after each step, whose three reads don't wait for each other.
+  const auto begins = [=](int32_t request) {
+    return static_cast<uint64_t>(static_cast<uint32_t>(tile_begin[request])) * static_cast<uint32_t>(num_kv_heads);
+  };
+  const auto at = static_cast<uint64_t>(position);
   int32_t low = 0, high = batch;
   while (high - low > 1) {
-    const int32_t middle = (low + high) / 2;
-    if (static_cast<int64_t>(tile_begin[middle]) * num_kv_heads <= position) {
-      low = middle;
-    } else {
-      high = middle;
-    }
+    const int32_t step = (high - low + 3) / 4, first = low + step;
+    const int32_t second = first + step < high ? first + step : high;
+    const int32_t third = second + step < high ? second + step : high;
+    const bool one = begins(first) <= at, two = begins(second) <= at, three = begins(third) <= at;
+    const int32_t below = low;
+    low = three ? third : (two ? second : (one ? first : below));
+    high = three ? high : (two ? third : (one ? second : first));
   }
   DecodePlace place;
   place.request = low;
   place.num_tiles = tile_begin[low + 1] - tile_begin[low];
   const auto inside = static_cast<int32_t>(position - static_cast<int64_t>(tile_begin[low]) * num_kv_heads);
-  place.kv_head = inside / place.num_tiles;
+  place.kv_head = num_kv_heads == 1 ? 0 : divide(inside, place.num_tiles);
   place.tile = inside - place.kv_head * place.num_tiles;
   return place;
 }
@@ -250,12 +224,15 @@ HPC_HD int64_t piece_at_or_after(int64_t position, int64_t total_tiles, const in
   return position;
 }
 
+// cta_begin: [batch + 1] in dealt plans, CTAs of the requests before, per KV head; else null.
 HPC_HD DecodeAssignment decode_assignment(int32_t cta, int32_t budget, int64_t total_tiles, const int32_t* tile_begin,
-                                          const DecodeShape& shape) {
+                                          const int32_t* cta_begin, const DecodeShape& shape) {
   DecodeAssignment result = {};
   DecodePlace place;
-  int64_t begin = static_cast<int64_t>(cta) * budget;
-  if (begin >= total_tiles) return result;
+  const bool dealt = cta_begin != nullptr;
+  const int64_t all = dealt ? static_cast<int64_t>(cta_begin[shape.batch]) * shape.num_kv_heads : total_tiles;
+  int64_t begin = dealt ? cta : static_cast<int64_t>(cta) * budget;
+  if (begin >= all) return result;
   if (shape.batch_invariant) {
     DecodePlace end_place;
     begin = piece_at_or_after(begin, total_tiles, tile_begin, shape, &place);
@@ -264,13 +241,22 @@ HPC_HD DecodeAssignment decode_assignment(int32_t cta, int32_t budget, int64_t t
     if (begin == end) return result;
     result.run.count = static_cast<int32_t>(end - begin);
   } else {
-    place = locate_tile(begin, tile_begin, shape.batch, shape.num_kv_heads);
-    const int64_t left = total_tiles - begin;
-    result.run.count = left < budget ? static_cast<int32_t>(left) : budget;
-    // The (request, head) began in the CTA before, and no earlier CTA boundary cut it.
-    if (place.tile > 0 && place.tile <= budget) {
-      const int32_t rest = place.num_tiles - place.tile;
-      result.split = {place.request, place.kv_head, cta - 1, 1 + ceil_div(rest, budget)};
+    place = locate_tile(begin, dealt ? cta_begin : tile_begin, shape.batch, shape.num_kv_heads);
+    if (dealt) {  // a place on the line of CTAs: number `tile` of the num_tiles CTAs of its pair
+      const int32_t number = place.tile, parts = place.num_tiles;
+      const int32_t tiles = tile_begin[place.request + 1] - tile_begin[place.request];
+      const int32_t each = divide(tiles, parts), more = tiles - each * parts;
+      place.tile = number * each + (number < more ? number : more);
+      result.run.count = each + (number < more);
+      if (number == 1) result.split = {place.request, place.kv_head, cta - 1, parts};
+    } else {
+      const int64_t left = total_tiles - begin;
+      result.run.count = left < budget ? static_cast<int32_t>(left) : budget;
+      // The (request, head) began in the CTA before, and no earlier CTA boundary cut it.
+      if (place.tile > 0 && place.tile <= budget) {
+        const int32_t rest = place.num_tiles - place.tile;
+        result.split = {place.request, place.kv_head, cta - 1, 1 + ceil_div(rest, budget)};
+      }
     }
   }
   result.run.request = place.request;

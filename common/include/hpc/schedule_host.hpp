@@ -41,6 +41,21 @@ inline void check_seq_lens(const char* where, const int32_t* seq_lens, const Dec
   }
 }
 
+// The budget of this step's dealt plan; 0: it has none.
+inline int32_t find_deal(const DecodeRequest* rows, int64_t total_tiles, int32_t share, const DecodeShape& shape) {
+  if (total_tiles == 0 || !may_deal(shape)) return 0;
+  const int32_t least = dealt_least(total_tiles, shape.min_tiles);
+  int32_t longest = 0;
+  for (int32_t r = 0; r < shape.batch; ++r) longest = std::max(longest, rows[r].num_tiles);
+  for (int32_t number = 0; number < kFits; ++number) {
+    const int32_t budget = dealt_budget(number, share, least, shape.min_tiles);
+    int32_t parts = 0;
+    for (int32_t r = 0; r < shape.batch; ++r) parts += dealt_parts(rows[r].num_tiles, budget) * shape.num_kv_heads;
+    if (parts <= shape.num_ctas) return dealt_whole(longest, budget, parts, shape.min_tiles) ? longest : budget;
+  }
+  return 0;
+}
+
 // Writes the map of this step, decode_map_bytes(max_batch, num_ctas) bytes, every one of them.
 // seq_lens: [shape.batch], clamped to [0, max_seq_len]. The shape must have passed check_decode_shape.
 inline void plan_decode(const int32_t* seq_lens, const DecodeShape& shape, void* map) {
@@ -78,9 +93,15 @@ inline void plan_decode(const int32_t* seq_lens, const DecodeShape& shape, void*
 
   std::vector<DecodeCta> ctas(shape.num_ctas);
   std::vector<DecodeSplit> splits;
+  std::vector<int32_t> cta_begin(shape.batch + 1);
+  const int32_t dealt = find_deal(rows.data(), header.total_tiles, share, shape);
+  if (dealt > 0) {
+    header.floor = header.budget = dealt;
+    for (int32_t r = 0; r < shape.batch; ++r) cta_begin[r + 1] = cta_begin[r] + dealt_parts(rows[r].num_tiles, dealt);
+  }
   for (int32_t c = 0; c < shape.num_ctas; ++c) {
-    const DecodeAssignment assignment =
-        decode_assignment(c, header.budget, header.total_tiles, tile_begin.data(), shape);
+    const DecodeAssignment assignment = decode_assignment(c, header.budget, header.total_tiles, tile_begin.data(),
+                                                          dealt > 0 ? cta_begin.data() : nullptr, shape);
     ctas[c] = assignment.run;
     header.used_ctas += assignment.run.count > 0;
     if (assignment.split.pieces > 0) splits.push_back(assignment.split);

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ._decode_schedule import HEADER, MAX_SEQ_LEN, REQUEST, TILE_TOKENS, DecodeSchedule, map_bytes
+from ._decode_schedule import HEADER, MAX_SEQ_LEN, REQUEST, TILE_TOKENS, DecodeSchedule, _ramp, map_bytes
 
 _WAVE = 132  # SMs that the floor's rule spreads small work over
 
@@ -24,6 +24,26 @@ def expected_floor(total_tiles: int, num_ctas: int, min_tiles: int) -> int:
     step = 1 << (-(-share // 8) - 1).bit_length()
     rounded = -(-share // step) * step
     return max(least, rounded) if rounded - share <= share // 16 and share <= 1 << 24 else least
+
+
+def expected_deal(tiles: np.ndarray, num_kv_heads: int, num_ctas: int, min_tiles: int) -> int:
+    """Budget of a dealt plan, in which every (request, head) has CTAs of its own; 0 where the step has none.
+
+    The least of the CTAs' share and 1/32 to 5/32 more (of 16 * min_tiles where that is more) for which there are CTAs
+    enough. The share is at least min_tiles, and that of 66 CTAs where it is at most 4 * min_tiles, else 2 * min_tiles.
+    Or the longest request's tiles, where they are at most a 36th of min_tiles times those CTAs more.
+    """
+    if not tiles.any() or not len(tiles) * num_kv_heads <= num_ctas <= 511:
+        return 0
+    total, longest = int(tiles.sum()) * num_kv_heads, int(tiles.max())
+    least = max(-(-total // 66), min_tiles)
+    share = max(-(-total // num_ctas), least if least <= 4 * min_tiles else 2 * min_tiles)
+    for more in range(6):
+        budget = share + -(-max(share, 16 * min_tiles) * more // 32)
+        parts = int((-(-tiles // budget)).sum()) * num_kv_heads
+        if parts <= num_ctas:
+            return longest if longest - budget <= parts * min_tiles // 36 else budget
+    return 0
 
 
 def expected_piece_tiles(num_tiles: int) -> int:
@@ -46,7 +66,7 @@ def check_schedule(
     """What is wrong with a map: one text for each broken invariant, an empty list for a right one.
 
     Arguments as in ``plan_decode``; ``raw`` is the map's bytes. Checked: size, header and zero padding; the request
-    rows; one uniform budget; every (request, head, tile) run once and in order; loads; pieces dense, their number, and
+    rows; the budget; every (request, head, tile) run once and in order; loads; pieces dense, their number, and
     at most two partial ones a CTA; slots within the workspace and not shared; the list of cut (request, head) pairs.
     """
     raw = bytes(raw)
@@ -106,6 +126,10 @@ def _loads(schedule: DecodeSchedule) -> Iterator[str]:
     total, n = schedule.total_tiles, schedule.num_ctas
     floor = expected_floor(total, n, schedule.min_tiles)
     budget = max(-(-total // n), floor) if total else 0
+    tiles = schedule.requests["num_tiles"][: schedule.batch].astype(np.int64)
+    dealt = 0 if schedule.batch_invariant else expected_deal(tiles, schedule.num_kv_heads, n, schedule.min_tiles)
+    if dealt:
+        floor = budget = dealt
     if (schedule.floor, schedule.budget) != (floor, budget):
         yield f"header: floor and budget {schedule.floor}, {schedule.budget}, not {floor}, {budget}"
     runs = schedule.ctas
@@ -134,6 +158,15 @@ def _loads(schedule: DecodeSchedule) -> Iterator[str]:
         yield f"tiles {np.append(0, end)[gap[0]]} and {edges[gap[0]]}: covered twice, or not at all, between them"
     if schedule.batch_invariant:
         return  # how much a CTA gets follows from the pieces, checked there
+    if dealt:
+        parts = np.repeat(-(-tiles // budget), schedule.num_kv_heads)
+        own = np.repeat(tiles, schedule.num_kv_heads)
+        number, parts, own = _ramp(parts), np.repeat(parts, parts), np.repeat(own, parts)
+        if not np.array_equal(cta, np.arange(len(parts))):
+            yield f"loads: not the first {len(parts)} CTAs"
+        elif not np.array_equal(runs["count"], own // parts + (number < own % parts)):
+            yield "loads: a CTA without its even share of one (request, head)"
+        return
     if not np.array_equal(begin, cta * budget) or (runs["count"][:-1] != budget).any():
         yield f"loads: a CTA that does not run the tiles from its number times {budget}"
     if schedule.makespan != min(budget, total):

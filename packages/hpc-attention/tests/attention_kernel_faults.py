@@ -17,7 +17,7 @@ SOLOS = replace(LONG, lengths=(60, 100, 20, 3, 9, 80, 33, 120, 64), num_ctas=1)
 # Several slices a warp, each of 32 pages.
 SMALL_PAGES = replace(LONG, lengths=(1500,), num_ctas=1, page_size=1, kv_dtype=FP8)
 # Forty pairs in two pieces.
-PAIRS = replace(LONG, lengths=(70,) * 40, num_ctas=80)
+PAIRS = replace(LONG, lengths=(400,) * 40, num_ctas=80)
 # Teams of warps: more than 8 query rows a KV head of D = 128.
 TEAMS = replace(LONG, lengths=(1100, 5, 300), num_q_heads=16, q_len=2, kv_dtype=FP8, num_ctas=3)
 # More pieces a CTA than its list and its queries have room for; most are one warp's alone.

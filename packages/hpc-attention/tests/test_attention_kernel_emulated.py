@@ -308,7 +308,15 @@ def test_batch_invariant_rows_in_any_company(emulated: Emulated) -> None:
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     "lengths",
-    [(), (1,), (5000, 0, 64, 65, 1), tuple(range(0, 3000, 17)), (700,) * 1100],
+    [
+        (),
+        (1,),
+        (5000, 0, 64, 65, 1),
+        (0, *range(400, 3000, 100), 0, 4100),
+        (0, *(256, 448) * 20, 0),
+        tuple(range(0, 3000, 17)),
+        (700,) * 1100,
+    ],
     ids=lambda lengths: len(lengths),
 )
 def test_plan_kernel_writes_the_hosts_map(

@@ -93,7 +93,7 @@ def test_a_window_as_long_as_the_requests_is_none():
 )
 def test_the_floor_follows_the_bytes_of_a_tile(head_dim, kv_dtype, want):
     plan = plan_of(head_dim=head_dim, kv_dtype=kv_dtype)
-    plan.update(int32([4096]))
+    plan.update(int32([2048]))
     schedule = plan.host_map()
     assert plan.min_tiles == schedule.min_tiles == schedule.floor == want
 

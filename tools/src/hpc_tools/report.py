@@ -82,7 +82,7 @@ def show(report: Report, console: Console) -> None:
     console.print()
     console.print(_schedule_table(report.comparison))
     if report.comparison.floor > report.comparison.lower_bound:
-        line(f"  The plan gives a CTA at least {report.comparison.floor} tiles: more cuts would cost more.")
+        line(f"  The plan lets a CTA have {report.comparison.floor} tiles: more cuts would cost more.")
     console.print()
     console.print(_operator_table(report.outcomes))
     for note in dict.fromkeys(outcome.note for outcome in report.outcomes if outcome.device and outcome.note):

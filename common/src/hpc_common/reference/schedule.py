@@ -1,5 +1,6 @@
 """The decode schedule listed tile by tile: an oracle for tests, written apart from ``schedule.hpp`` and slow."""
 
+import math
 from collections.abc import Sequence
 
 Tile = tuple[int, int, int]
@@ -22,7 +23,7 @@ def slow_plan(
     Returns ({cta: [(request, head, tile), ...]}, [(cta, request, head, first tile, end tile), ...]), tiles from
     position 0.
     """
-    line, piece_starts = [], set()
+    line, piece_starts, pairs = [], set(), []
     for request, length in enumerate(batch):
         length = min(max(length, 0), max_seq_len)
         seen = set()
@@ -35,6 +36,7 @@ def slow_plan(
         while size * 256 < len(tiles):
             size *= 2
         for head in range(num_kv_heads):
+            pairs.append(len(tiles))
             for number, tile in enumerate(tiles):
                 if number % size == 0:
                     piece_starts.add(len(line))
@@ -45,10 +47,26 @@ def slow_plan(
     rounded = next(tiles for tiles in range(share, 2 * share + 1) if tiles % step == 0)
     if len(line) > 132 * min_tiles and 16 * (rounded - share) <= share:
         floor = max(floor, rounded)
-    budget = max(-(-len(line) // num_ctas), floor) + more
+    owner: list[int] = []
+    if not batch_invariant and len(pairs) <= num_ctas < 512 and line:  # CTAs of its own for every (request, head)?
+        half = next((tiles for tiles in range(min_tiles, 4 * min_tiles + 1) if 66 * tiles >= len(line)), 2 * min_tiles)
+        base = max(share, half)
+        for extra in range(6):
+            budget = base + math.ceil(extra * max(base, 16 * min_tiles) / 32)
+            parts = sum(math.ceil(tiles / budget) for tiles in pairs)
+            if parts <= num_ctas:
+                if max(pairs) <= budget + parts * min_tiles / 36:
+                    budget = max(pairs)
+                for tiles in pairs:
+                    first, count = owner[-1] + 1 if owner else 0, math.ceil(tiles / (budget + more))
+                    owner += sorted(first + tile % count for tile in range(tiles))
+                break
+    budget = max(share, floor) + more
     runs, pieces, cta = {}, [], 0
     for index, (request, head, tile) in enumerate(line):
-        if not batch_invariant or index in piece_starts:
+        if owner:
+            cta = owner[index]
+        elif not batch_invariant or index in piece_starts:
             cta = index // budget
         last = pieces[-1] if pieces else None
         joins = last and last[:3] == (cta, request, head) and not (batch_invariant and index in piece_starts)

@@ -285,7 +285,8 @@ __global__ void __launch_bounds__(kCombineThreads, 6) combine_kernel(const __gri
       rehearsal = false;
     }
   }
-  if (!waited) pdl_wait();
+  // Of CTAs without work one waits, for the kernel's end is the attention kernel's too; the others leave their SMs.
+  if (!waited && (blockIdx.x == 0 || header.num_empty > 0)) pdl_wait();
   if (header.num_empty > 0) write_empty<kDim>(p, header);
 }
 

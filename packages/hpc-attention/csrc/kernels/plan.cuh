@@ -5,10 +5,13 @@
 //   the CTAs' runs, the cut (request, head) pairs and the header. One block serves up to 1,023 requests.
 // Threads: T >= CTAs of the attention kernel. Thread i scans requests [i * kItems, (i + 1) * kItems) and writes the row
 //   of CTA i.
-// Shared memory: tile_begin of every request (16 KB at 4,096), and per-warp sums.
-// Steps: 1. lengths -> tiles, scan in the warp | barrier | 2. sums of the warps before, tile_begin to shared memory |
-//   barrier | 3. request rows; thread c searches the place of tile c * budget | barrier | 4. cut pairs at their index
-//   (a ballot scan), header, zeros.
+// Shared memory: tile_begin of every request (16 KB at 4,096), cta_begin where a dealt plan may be made, per-warp sums.
+// Steps: 1. lengths -> tiles, sums of each warp | barrier | 2. total and share, tile_begin to shared memory; where a
+//   dealt plan may be made, the parts of each request with each of its budgets, scanned in the warp | barrier |
+//   3. the first budget that fits, cta_begin to shared memory | barrier | 4. request rows; thread c searches the place
+//   of CTA c | barrier | 5. cut pairs at their index (a ballot scan), header, zeros.
+// Chains of dependent instructions are what takes time here: sums of warps by REDUX, searches by quarters, divisions
+//   without signs, and values that all threads share kept out of the uniform registers.
 // Sums fit 32 bits per KV head (4,096 x 16,384 tiles); positions over all heads are int64.
 // PDL: waits before it reads seq_lens or writes the map, which the attention kernel of the step before may still read;
 //   triggers right after. Whoever comes next sees the map after its own wait.
@@ -53,24 +56,36 @@ struct WarpSums {
 };
 __device__ __forceinline__ WarpSums sum_warps(const int32_t* per_warp, int warp, int num_warps, int lane) {
   const int32_t value = lane < num_warps ? per_warp[lane] : 0;
-  return {__reduce_add_sync(0xffffffffu, value), __reduce_add_sync(0xffffffffu, lane < warp ? value : 0)};
+  WarpSums sums = {__reduce_add_sync(0xffffffffu, value), __reduce_add_sync(0xffffffffu, lane < warp ? value : 0)};
+  // Not in uniform registers: chains of dependent instructions are longer there.
+  asm volatile("" : "+r"(sums.all), "+r"(sums.before));
+  return sums;
+}
+
+// Sum number `number` of three a word.
+__device__ __forceinline__ int32_t field(int32_t word, int number) {
+  return (word >> (10 * (number % 3))) & 1023;
 }
 
 template <bool kBatchInvariant, int kItems>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
   __shared__ int32_t tile_begin[kItems * kPlanThreads + 1];
+  constexpr bool kDeals = !kBatchInvariant && kItems == 1;  // a step of more requests has no dealt plan
+  __shared__ int32_t cta_begin[kDeals ? kPlanThreads + 1 : 1];
   __shared__ int32_t warp_tiles[32], warp_pieces[32], warp_empty[32], warp_splits[32], warp_used[32];
+  __shared__ int32_t warp_longest[32], warp_parts[2][32];
   DecodeShape shape = params.shape;
   shape.batch_invariant = kBatchInvariant;  // known to the compiler from here on
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int num_threads = static_cast<int>(blockDim.x), num_warps = num_threads / 32;
   const int block = static_cast<int>(blockIdx.x), num_blocks = static_cast<int>(gridDim.x);
   const int batch = shape.batch, first = thread * kItems;
+  const bool deals = kDeals && may_deal(shape);
 
   pdl_wait();
   pdl_trigger();
 
-  // 1. Tiles of each request, summed up to and including this thread's within the warp.
+  // 1. Tiles of each request, and each warp's sum.
   DecodeRequest rows[kItems];
   int32_t tiles = 0, pieces = 0, empty = 0;
 #pragma unroll
@@ -81,12 +96,16 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
     pieces += rows[i].num_pieces;
     empty += first + i < batch && rows[i].num_tiles == 0;
   }
-  const int32_t tiles_to_here = warp_inclusive_scan(tiles, lane);
-  const int32_t pieces_to_here = kBatchInvariant ? warp_inclusive_scan(pieces, lane) : 0;
+  const bool own_empty = empty > 0;
   empty = __reduce_add_sync(0xffffffffu, empty);
-  if (lane == 31) {
-    warp_tiles[warp] = tiles_to_here;
-    warp_pieces[warp] = pieces_to_here;
+  const int32_t all_tiles = __reduce_add_sync(0xffffffffu, tiles);
+  const int32_t all_pieces = kBatchInvariant ? __reduce_add_sync(0xffffffffu, pieces) : 0;
+  // Also where it is not wanted: under a condition ptxas (13.0) takes the branch's below, and leaves lane 0 out.
+  const int32_t own_longest = kDeals ? __reduce_max_sync(0xffffffffu, tiles) : 0;
+  if (lane == 0) {
+    warp_longest[warp] = own_longest;
+    warp_tiles[warp] = all_tiles;
+    warp_pieces[warp] = all_pieces;
     warp_empty[warp] = empty;
   }
   __syncthreads();
@@ -94,8 +113,8 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
   // 2. The first tile of each request, per KV head; entries from `batch` on hold the total.
   const WarpSums tile_sums = sum_warps(warp_tiles, warp, num_warps, lane);
   const WarpSums piece_sums = kBatchInvariant ? sum_warps(warp_pieces, warp, num_warps, lane) : WarpSums{0, 0};
-  tiles = tile_sums.before + tiles_to_here - tiles;
-  pieces = piece_sums.before + pieces_to_here - pieces;
+  tiles = tile_sums.before + warp_inclusive_scan(tiles, lane) - tiles;
+  pieces = piece_sums.before + (kBatchInvariant ? warp_inclusive_scan(pieces, lane) : 0) - pieces;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     rows[i].tile_begin = tiles;
@@ -106,13 +125,66 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
   }
   if (thread == num_threads - 1 && batch == first + kItems) tile_begin[batch] = tiles;
   const int64_t total = static_cast<int64_t>(tile_sums.all) * shape.num_kv_heads;
-  const int32_t share = tiles_share(total, shape.num_ctas), floor = floor_tiles(total, share, shape.min_tiles);
-  const int32_t budget = decode_budget(total, share, floor);
+  const int32_t share = tiles_share(total, shape.num_ctas), least = dealt_least(total, shape.min_tiles);
+  int32_t floor = 0, budget = 0;
+  // Parts of the requests up to and including this thread's, within the warp, with each budget of a dealt plan: three
+  // sums a word.
+  uint32_t parts[2] = {}, parts_to_here[2] = {};
+  if (deals) {
+#pragma unroll
+    for (int i = 0; i < kFits; ++i) {
+      const int32_t wanted = dealt_parts(rows[0].num_tiles, dealt_budget(i, share, least, shape.min_tiles));
+      parts[i / 3] += static_cast<uint32_t>(wanted) << (10 * (i % 3));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      parts_to_here[i] = static_cast<uint32_t>(warp_inclusive_scan(static_cast<int32_t>(parts[i]), lane));
+      if (lane == 31) warp_parts[i][warp] = static_cast<int32_t>(parts_to_here[i]);
+    }
+  }
   __syncthreads();
 
-  // 3. Request rows, and zeros behind the row that ends them.
+  // 3. The first CTA of each request, per KV head, in a dealt plan.
+  bool dealt = false;
+  if (deals) {
+    WarpSums sums[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sums[i] = sum_warps(warp_parts[i], warp, num_warps, lane);
+    const WarpSums empties = sum_warps(warp_empty, warp, num_warps, lane);
+    int32_t longest = __reduce_max_sync(0xffffffffu, lane < num_warps ? warp_longest[lane] : 0);
+    asm volatile("" : "+r"(longest));
+    int number = kFits;
+#pragma unroll
+    for (int i = kFits - 1; i >= 0; --i) {
+      if (field(sums[i / 3].all, i) * shape.num_kv_heads <= shape.num_ctas) number = i;
+    }
+    dealt = number < kFits && total > 0;
+    if (dealt) {
+      const bool low = number < 3;
+      int32_t all = field(low ? sums[0].all : sums[1].all, number);
+      int32_t before = field((low ? sums[0].before : sums[1].before) +
+                                 static_cast<int32_t>(low ? parts_to_here[0] - parts[0] : parts_to_here[1] - parts[1]),
+                             number);
+      floor = budget = dealt_budget(number, share, least, shape.min_tiles);
+      const unsigned empty_lanes = __ballot_sync(0xffffffffu, own_empty);
+      if (dealt_whole(longest, budget, all * shape.num_kv_heads, shape.min_tiles)) {
+        floor = budget = longest;
+        all = batch - empties.all;
+        before = first - empties.before - __popc(empty_lanes & ((1u << lane) - 1));
+      }
+      if (first < batch) cta_begin[first] = before;
+      if (thread == 0) cta_begin[batch] = all;
+      __syncthreads();
+    }
+  }
+  if (!dealt) {
+    floor = floor_tiles(total, share, shape.min_tiles);
+    budget = decode_budget(total, share, floor);
+  }
+
+  // 4. Request rows, and zeros behind the row that ends them.
   unsigned char* to = params.map + requests_offset();
-  if (warp % num_blocks == block) {
+  if (num_blocks == 1 || warp % num_blocks == block) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (first + i < batch) {
@@ -134,7 +206,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
   DecodeAssignment assignment = {};
   const bool owns_cta = thread < shape.num_ctas;
   if (owns_cta) {
-    assignment = decode_assignment(thread, budget, total, tile_begin, shape);
+    assignment = decode_assignment(thread, budget, total, tile_begin, dealt ? cta_begin : nullptr, shape);
     store_row(params.map + ctas_offset(shape.max_batch) + sizeof(DecodeCta) * thread, assignment.run);
   }
   const bool cuts = !kBatchInvariant && assignment.split.pieces > 0;
@@ -146,7 +218,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
   }
   __syncthreads();
 
-  // 4. Cut pairs in the order of the CTAs that cut them, zeros behind them, and the header.
+  // 5. Cut pairs in the order of the CTAs that cut them, zeros behind them, and the header.
   const WarpSums splits = sum_warps(warp_splits, warp, num_warps, lane);
   to = params.map + splits_offset(shape.max_batch, shape.num_ctas);
   if (cuts) {

@@ -167,10 +167,9 @@ def combines(schedule: DecodeSchedule) -> Iterator[tuple[int, int, list[int]]]:
                 yield request, head, list(range(first, first + count))
         return
     for request, head, first_cta, pieces in schedule.splits.tolist():
-        row = schedule.requests[request]
-        tile = heads * int(row["tile_begin"]) + head * int(row["num_tiles"])
+        first = schedule.ctas[first_cta]
         slots = [2 * cta for cta in range(first_cta, first_cta + pieces)]
-        slots[0] += tile != first_cta * schedule.budget  # it begins inside its first CTA's run
+        slots[0] += (first["request"], first["kv_head"]) != (request, head)  # it begins inside its first CTA's run
         yield request, head, slots
 
 

@@ -76,9 +76,9 @@ Fiber fibers[kMaxThreads];
 std::unique_ptr<char[]> stacks;
 Warp warps[kMaxThreads / 32];
 std::jmp_buf scheduler;
-int current, num_threads, arrived, left;
+int current, num_threads, arrived, left, threads_waited;
 size_t shared_bytes;
-bool predecessor_runs;
+bool predecessor_runs, block_waited;
 std::vector<Late> late_memory;
 std::map<uint32_t, Barrier> barriers;
 NamedBarrier named_barriers[16];
@@ -103,7 +103,7 @@ void suspend(State state) {
 void run_thread() {
   try {
     (*block_body)();
-    require(fibers[current].waited, "a thread ended without pdl_wait");
+    threads_waited += fibers[current].waited;
   } catch (...) {
     error = std::current_exception();
   }
@@ -188,6 +188,7 @@ void run_block(int threads, size_t smem_bytes, const std::function<void(int)>& e
   block_body = &body;
   shared_bytes = smem_bytes;
   num_threads = left = threads;
+  threads_waited = 0;
   arrived = 0;
   const unsigned num_warps = static_cast<unsigned>(threads) / 32;
   while (left > 0) {
@@ -199,6 +200,9 @@ void run_block(int threads, size_t smem_bytes, const std::function<void(int)>& e
     }
     require(any || end_predecessor(), "deadlock");
   }
+  require(threads_waited == 0 || threads_waited == threads, "a thread ended without pdl_wait");
+  block_waited |= threads_waited > 0;
+  end_predecessor();
 }
 
 void late(void* address, size_t bytes, int launches) {
@@ -210,6 +214,7 @@ void forget_late() {
 }
 
 void end_launch() {
+  require(std::exchange(block_waited, false), "a kernel ended without pdl_wait");
   std::erase_if(late_memory, [](Late& memory) { return --memory.launches == 0; });
 }
 

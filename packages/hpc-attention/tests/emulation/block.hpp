@@ -8,8 +8,9 @@
 //   - shared memory outside what the launch asked for, misaligned accesses and copies;
 //   - shared memory read before it was written, and copies read before cp_async_wait and __syncwarp: NaN until then;
 //   - races in shared memory: accesses that no barrier orders (races.hpp says which are seen);
-//   - a thread that ends without pdl_wait, and what is read or written too early: pdl_wait returns when no thread of
-//     the block gets on without it, and memory that a predecessor writes (late) holds NaN before, its contents then.
+//   - a thread that ends without pdl_wait where others of its block wait, a kernel none of whose blocks waits, and what
+//     is read or written too early: pdl_wait returns when no thread of the block gets on without it, and memory that a
+//     predecessor writes (late) holds NaN before, its contents then.
 // Not emulated: time; the memory model (a missing fence, races in global memory, between blocks or kernels); a warp
 //   whose lanes run apart; when a wgmma reads and writes, clusters, the copy engine; how tensor cores round sums and
 //   how coarse the approximate functions are; limits of registers.
@@ -32,14 +33,14 @@ extern int fault;
 enum class Meeting { kSync, kShuffle, kVote, kReduce, kMma, kTranspose };
 
 // Runs `body` once for each thread of a block. enter(thread) is called whenever a thread goes on. Throws what a thread
-// throws, and std::runtime_error for a deadlock or a thread that ends without pdl_wait.
+// throws, and std::runtime_error for a deadlock or a thread that ends without pdl_wait, unless the whole block does.
 void run_block(int threads, size_t smem_bytes, const std::function<void(int)>& enter,
                const std::function<void()>& body);
 
 // Memory that the predecessors of the next `launches` kernels write.
 void late(void* address, size_t bytes, int launches);
 void forget_late();
-// To be called when a kernel's blocks have run.
+// To be called when a kernel's blocks have run; std::runtime_error where none waited for the predecessor.
 void end_launch();
 
 // For the current thread:

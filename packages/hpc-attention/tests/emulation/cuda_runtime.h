@@ -144,6 +144,16 @@ inline int32_t __reduce_add_sync(unsigned, int32_t value) {
   for (int lane = 0; lane < 32; ++lane) sum += values[0][lane];
   return static_cast<int32_t>(sum);
 }
+inline int32_t __reduce_max_sync(unsigned, int32_t value) {
+  const uint32_t mine = static_cast<uint32_t>(value);
+  const auto values = emulation::exchange(emulation::Meeting::kReduce, &mine, 1);
+  int32_t most = value;
+  for (int lane = 0; lane < 32; ++lane) most = std::max(most, static_cast<int32_t>(values[0][lane]));
+  return most;
+}
+inline void atomicAdd(int32_t* to, int32_t value) {  // one thread at a time runs
+  *to += value;
+}
 
 // The runtime: one device, a Hopper with few SMs; a launch runs the whole grid before it returns.
 struct CUstream_st;
