@@ -74,7 +74,7 @@ def test_two_terms_sum_at_most_256_of_k_unpromoted(problem: dict) -> None:
     [
         {"kernel": "stream", "rows": 64, "tokens": 8},
         {"kernel": "stream", "rows": 16, "tokens": 8, "split": 9},
-        {"kernel": "tile", "rows": 64, "tokens": 64, "k_groups": 2},
+        {"kernel": "tile", "rows": 64, "tokens": 208, "k_groups": 2},
         {"kernel": "tile", "rows": 128, "tokens": 192, "k_groups": 1, "stages": 16},
         {"kernel": "tile", "rows": 64, "tokens": 104, "k_groups": 2, "stages": 3},
         {"kernel": "tile", "rows": 64, "tokens": 64, "stages": 3},
