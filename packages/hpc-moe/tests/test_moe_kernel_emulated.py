@@ -55,10 +55,14 @@ FAULTS = {
     16: ("p.w_scale += static_cast", "if (emulation::fault != 16) p.w_scale += static_cast"),
     17: ("(p.out) + first", "(p.out) + (emulation::fault == 17 ? 0 : first)"),
     18: ("(p.shared_output) + first", "(p.shared_output) + (emulation::fault == 18 ? 0 : first)"),
+    # The rows that warpgroups share: the second's are not multiplied; both halves of the odd last unit are its first.
+    19: ("second = tile.rows - tile.width;", "second = emulation::fault == 19 ? 0 : tile.rows - tile.width;"),
+    20: ("T::kOddHalves ? units(at) : 1", "T::kOddHalves ? (emulation::fault == 20 ? kHalfUnit : units(at)) : 1"),
     11: ("weight_scales[first + m]", "weight_scales[emulation::fault == 11 ? 0 : first + m]"),
 }
 ROUTING = (6, 7)
 FAULTY = (
+    "tensor,40,1,1,256,192,12,one,0,32",
     "tensor,300,2,3,256,256,4,random,0,128,clusters",
     "block,300,2,3,256,256,4,random,0,128,clusters",
     "block,300,2,3,1024,192,2,random,1,128,clusters",
@@ -75,7 +79,9 @@ CASES = (
     "tensor,60,8,40,128,64,2,random,0,32",
     "tensor,70,2,3,640,320,5,random,0,64",
     "tensor,50,2,3,896,384,5,random,0,32",
-    # Pairs that are split into units and into halves of them.
+    # Pairs that are split into units and into halves of them, with fp32 sums of an odd number of units too.
+    "tensor,40,1,1,256,192,12,one,0,32",
+    "tensor,50,1,2,384,192,14,one,0,64",
     "tensor,60,1,2,384,256,9,one,0,32",
     "tensor,9,2,3,256,128,14,random,0,32",
     "tensor,40,1,1,256,640,4,one,0,64",

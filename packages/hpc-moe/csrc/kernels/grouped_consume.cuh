@@ -124,7 +124,8 @@ __device__ __forceinline__ void skip_stages(typename T::Smem& s, typename T::Rin
 // K loop of one task: acc[m] is the warpgroup's m64 tile m (gate-up: 0 gate, 1 up). kDirect: no promotion.
 template <class T, bool kDirect, int N>
 __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::Smem& s, typename T::Ring& ring,
-                                              const Operands& at, float (&acc)[2][N / 2]) {
+                                              const Operands& at, [[maybe_unused]] bool half_unit,
+                                              float (&acc)[2][N / 2]) {
   constexpr Quant kQuant = T::kQuant;
   constexpr uint32_t kTile = kUnitBytes / 2 >> 4;  // from an m64 tile to the next
   const int lane = threadIdx.x % 32;
@@ -171,6 +172,13 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
       constexpr int kTiles = N <= 64 ? 2 : 1;  // side by side; registers are few
 #pragma unroll
       for (int m = 0; m < 2; m += kTiles) {
+        if (T::kHalfUnits && half_unit) {  // one m64 tile
+          if (m == 0) {
+            multiply_exact<T, 1, N>(stage + (at.a - kLowBits) * 16, stage + (at.b - kLowBits) * 16, scale + at.rows,
+                                    scale + 2 * T::kWidth + at.weights, 0, acc);
+          }
+          continue;
+        }
         multiply_exact<T, kTiles, N>(stage + (at.a - kLowBits) * 16, stage + (at.b - kLowBits) * 16, scale + at.rows,
                                      scale + 2 * T::kWidth + at.weights, m, acc);
       }
@@ -287,7 +295,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, typename T::Smem& s
                          two_tiles && group ? T::kWidth : 0, static_cast<int>(first) * 2};
     const auto run = [&]<int N>() {
       float acc[2][N / 2];
-      multiply_task<T, kDirect, N>(p, s, ring, at, acc);
+      multiply_task<T, kDirect, N>(p, s, ring, at, T::kHalfUnits && task.units >= kHalfUnit, acc);
       Epilogue::template run<N>(p, s, task, group, turn & 1, acc);
     };
     with_width<T>(task.width, run);

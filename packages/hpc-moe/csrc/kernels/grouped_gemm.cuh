@@ -161,6 +161,10 @@ struct Traits {
   // Narrowest N at which the consumers multiply a tile, with weights as M.
   static constexpr int kLeastN = kExact ? 16 : kQuant == Quant::kNone ? 32 : kWidth == 128 ? 96 : kWidth;
   static constexpr bool kTwoTiles = kGemm == Gemm::kUp && !kSpans;  // tasks of one unit and two tiles
+  // Tasks of one unit and one tile: the warpgroups share its rows, as if they were two tiles'. With fp32 sums, where
+  // products take the time.
+  static constexpr bool kShareRows = kExact && kTwoTiles;
+  static constexpr bool kOddHalves = kExact && kHalfUnits;  // halves of units where their number is odd, too
 };
 
 // Place of the scale of row r of B in a stage: a thread's rows 8 j + 2 t + c of two neighbouring j are four floats.

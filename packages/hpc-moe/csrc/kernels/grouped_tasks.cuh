@@ -33,9 +33,14 @@ struct Schedule {
     // With an odd number of units only where all tasks are one round.
     const int halves = p.units % 2 == 0 ? 2 * rest : 2 * pairs + tiles;
     split = length == 1 && halves <= static_cast<int>(gridDim.x) ? rest : 0;
-    if (T::kHalfUnits && p.units % 2 == 0 && 4 * split <= static_cast<int>(gridDim.x)) parts = 4;
+    const int lasts = p.units % 2 * tiles;  // of the odd last unit
+    if constexpr (T::kOddHalves) {
+      if (split > 0 && 4 * split + 2 * lasts <= static_cast<int>(gridDim.x)) parts = 4;
+    } else if (T::kHalfUnits && p.units % 2 == 0 && 4 * split <= static_cast<int>(gridDim.x)) {
+      parts = 4;
+    }
     whole = pairs - split;
-    singles = parts * split + p.units % 2 * tiles;
+    singles = parts * split + (T::kOddHalves ? parts / 2 : 1) * lasts;
   }
 
   // Tasks of this CTA.
@@ -66,7 +71,8 @@ struct Schedule {
     const bool last = at.single >= parts * split;
     if (kRowHalves && at.single >= 0) return half(at, mine, tile);
     if (alone) return task(tile, unit_if_alone(at, mine), units(at), 0);
-    if (last && !T::kTwoTiles) return task(tile, p.units - 1, 1, 0);
+    if (last && (!T::kTwoTiles || (T::kOddHalves && parts == 4)))
+      return task(tile, p.units - 1, T::kOddHalves ? units(at) : 1, 0);
     const int first = p.routing.tile_offsets[tile.expert], own = p.routing.tile_offsets[tile.expert + 1] - first;
     if (last) {
       if ((mine - first) % 2) return task(tile, p.units - 1, 0, 0);  // with the tile before it
@@ -115,6 +121,7 @@ struct Schedule {
   __device__ __forceinline__ int tile_index(const Spot& at) const {
     if (at.single >= parts * split) {
       const int index = at.single - parts * split, half = (tiles + 1) / 2;
+      if (T::kOddHalves && parts == 4) return index / 2;
       return !T::kTwoTiles ? index : index < half ? 2 * index : 2 * (index - half) + 1;
     }
     return at.pair / groups;
@@ -126,7 +133,12 @@ struct Schedule {
     return 2 * length * (at.pair - tile * groups) + unit_of_pair(at);
   }
 
-  __device__ __forceinline__ TurnTask task(const grouped::TileTask& tile, int unit, int units, int second) const {
+  __device__ __forceinline__ TurnTask task(grouped::TileTask tile, int unit, int units, int second) const {
+    if (T::kShareRows && units != 2 && units != 0 && second == 0 && tile.rows > T::kLeastN) {
+      tile.width = (tile.rows + 15) / 16 * 8;
+      second = tile.rows - tile.width;
+      tile.rows = tile.width;
+    }
     return {tile.row,
             T::kTensor ? p.w_scale[tile.expert] * scale : 1.0f,
             static_cast<uint16_t>(tile.expert),
