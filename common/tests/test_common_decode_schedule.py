@@ -162,11 +162,16 @@ def test_a_little_more_for_cuts_at_the_ends_of_requests(batch, heads, budget):
         ([960] * 64, 1, 132, 2, [1] * 64),
         ([1024] * 64, 1, 132, 2, [2] * 64),
         ([512], 1, 132, 2, [4]),  # the floor is 2
+        ([8320], 1, 132, 2, [65]),  # 2 a CTA on up to 66
+        ([33792], 1, 132, 2, [66]),  # up to 8
+        ([33793], 1, 132, 2, [106]),  # then as many as there are
         ([32768] * 2 + [4096] * 30, 1, 132, 2, [21] * 2 + [3] * 30),  # 23 would be even, 25 fit
         ([131072] + [4096] * 31, 1, 132, 1, [64] + [2] * 31),  # 31 and 32
         ([8192] * 8, 8, 132, 2, [2] * 8),
         ([320, 640, 1, 0], 2, 8, 2, [1, 2, 1, 0]),
         ([0, 8192, 0, 256, 0], 2, 10, 2, [0, 4, 0, 1, 0]),  # 27 would be even, 32 fit
+        ([0, 8192, 0, 256, 0], 2, 10, 1, [0, 4, 0, 1, 0]),  # 5/32 of 27, rounded up
+        ([128] * 34 + [256], 1, 132, 2, [1] * 35),  # as much as 36 parts may cost
         ([0, 8512, 0, 256, 0], 2, 10, 2, None),  # of 28, 34 would fit: too much
         ([512] * 64, 8, 511, 2, None),  # more pairs than CTAs
         ([512] * 40, 8, 512, 2, None),  # more CTAs than a dealt plan has
