@@ -31,7 +31,9 @@ __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensor
       return;
     }
   }
-  for (int i = 0; i < units; ++i, smem += kUnitBytes) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i, smem += kUnitBytes) {  // units are 1 or 2
+    if (i >= units) break;
     if constexpr (T::kGemm == Gemm::kDown) {
       if constexpr (T::kTokens) {
         tma_load_5d(smem, map, full, k * 128, 0, 0, 0, row + 4 * i, policy);
@@ -145,34 +147,9 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     }
     return mine;
   };
-  TurnTask found = task_of(lane, guessed_tile, early);  // of turns `base` + lane
-  int base = 0, published = 0;
+  TurnTask found{};  // of turns `base` + lane; in one place, the loop's: code that is fetched in every call is time
+  int base = 0, published = 0, slot = 0;
   typename T::Ring head;
-  if constexpr (kGemm == Gemm::kDown) {
-    if (thread == 0 && found.width > 0) prefetch(found);
-    prefetched = early_stages(__shfl_sync(~0u, found.second_rows, 0));
-    pdl_wait();
-    pdl_trigger();
-  } else if (prefetched > 0) {
-    const TurnTask first = {0,
-                            0.0f,
-                            static_cast<uint16_t>(__shfl_sync(~0u, found.expert, 0)),
-                            static_cast<uint16_t>(__shfl_sync(~0u, found.unit, 0)),
-                            0,
-                            0,
-                            static_cast<uint8_t>(__shfl_sync(~0u, found.units, 0)),
-                            0};
-    if (first.expert != guess.expert || first.unit != guess.unit || first.units != guess.units) {
-      // Wrong: a task that only gives the stages back.
-      if (thread == 0) s.turns[0] = {0, 0.0f, 0, 0, 0, 1, static_cast<uint8_t>(prefetched), 0};
-      __syncwarp();
-      published = 1;
-      for (; prefetched > 0; --prefetched, head.advance()) {
-        mbarrier_arrive(full + head.stage() * 8);
-        if (thread == 0) mbarrier_arrive(full + head.stage() * 8);
-      }
-    }
-  }
 
   // Row `thread` of the task of turn `base` + at, as a slot: asked for one task early.
   const auto field = [&](int value, int at) { return __shfl_sync(~0u, value, at); };
@@ -180,12 +157,41 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     const int row = field(found.row, at), rows = field(found.rows, at);
     return kGemm == Gemm::kUp && thread < rows ? p.routing.row_to_slot[row + thread] : 0;
   };
-  int slot = slot_of(0);
 #pragma unroll 1
   for (int turn = 0;; ++turn) {
-    if (turn - base == 31) {  // the last one found only told which rows come next
+    if (turn == 0 || turn - base == 31) {  // the last one found only told which rows come next
       base = turn;
-      found = task_of(base + lane, Tasks::kNoTile, {});
+      found = task_of(base + lane, guessed_tile, early);
+      guessed_tile = Tasks::kNoTile;
+      if (turn == 0) {
+        if constexpr (kGemm == Gemm::kDown) {
+          if (thread == 0 && found.width > 0) prefetch(found);
+          prefetched = early_stages(__shfl_sync(~0u, found.second_rows, 0));
+          pdl_wait();
+          pdl_trigger();
+        } else if (prefetched > 0) {
+          const TurnTask first = {0,
+                                  0.0f,
+                                  static_cast<uint16_t>(__shfl_sync(~0u, found.expert, 0)),
+                                  static_cast<uint16_t>(__shfl_sync(~0u, found.unit, 0)),
+                                  0,
+                                  0,
+                                  static_cast<uint8_t>(__shfl_sync(~0u, found.units, 0)),
+                                  0};
+          if (first.expert != guess.expert || first.unit != guess.unit || first.units != guess.units) {
+            // Wrong: a task that only gives the stages back.
+            if (thread == 0) s.turns[0] = {0, 0.0f, 0, 0, 0, 1, static_cast<uint8_t>(prefetched), 0};
+            __syncwarp();
+            published = 1;
+#pragma unroll 1
+            for (; prefetched > 0; --prefetched, head.advance()) {
+              mbarrier_arrive(full + head.stage() * 8);
+              if (thread == 0) mbarrier_arrive(full + head.stage() * 8);
+            }
+          }
+        }
+        slot = slot_of(0);
+      }
     }
     const int at = turn - base;
     const int width = field(found.width, at), units = field(found.units, at);
@@ -321,10 +327,10 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const CUtensorM
     cluster_wait();
   }
   if (threadIdx.x >= kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
     produce<T>(p, map, b_map, s);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
     pdl_wait();  // nothing may be stored before
     pdl_trigger();
     if constexpr (T::kTokens) {

@@ -181,6 +181,7 @@ __device__ void build_index(const IndexParams& p, const grouped::TileRule rule, 
     p.routing.tile_offsets[e] = tile_start[e];
   }
   if (ctas == 1 && e < experts) {  // few rows, few tiles an expert
+#pragma unroll 1
     for (int tile = 0, width = grouped::tile_rows(rows, rule); tile < grouped::num_tiles(rows, rule); ++tile) {
       const grouped::TileSpan span = grouped::tile_span(rows, tile, rule);
       p.routing.tiles[start.y + tile] = {e, start.x + span.first, span.rows, width};
@@ -207,6 +208,7 @@ __device__ void build_index(const IndexParams& p, const grouped::TileRule rule, 
   });
 
   if (ctas == 1) return;
+#pragma unroll 1
   for (int tile = rank * kIndexThreads + threadIdx.x; tile < total.y; tile += ctas * kIndexThreads) {
     int low = 0, high = experts;  // the expert is the last whose first tile is at most `tile` and that has tiles
     while (high - low > 1) {

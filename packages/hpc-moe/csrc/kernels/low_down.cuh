@@ -288,6 +288,7 @@ struct LowDown {
     const ReduceParams& r = p.reduce;
     const auto* weights = reinterpret_cast<const float*>(smem + kWeightsAt);
     const int column = blockIdx.x * kColumns + threadIdx.x % (kColumns / 2) * 2;
+#pragma unroll 1
     for (int token = threadIdx.x / (kColumns / 2); token < r.num_tokens; token += kLowThreads / (kColumns / 2)) {
       float2 sum = make_float2(0.0f, 0.0f);
       for (int slot = 0; slot < r.top_k; ++slot) {
@@ -318,6 +319,7 @@ __global__ void __launch_bounds__(kLowThreads, LowDown<kQuant, kHalf, kFragments
   using Down = LowDown<kQuant, kHalf, kFragments, kFew>;
   auto& route = *reinterpret_cast<LowRoute*>(smem + Down::kRouteAt);
   auto* weights = reinterpret_cast<float*>(smem + Down::kWeightsAt);
+#pragma unroll 2
   for (int pair = threadIdx.x; pair < p.index.num_pairs; pair += kLowThreads) {
     const int token = pair / p.index.top_k, slot = pair - token * p.index.top_k;
     weights[pair] = p.reduce.topk_weights[token * p.reduce.weight_token_stride + slot * p.reduce.weight_slot_stride];

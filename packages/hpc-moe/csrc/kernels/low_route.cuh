@@ -68,7 +68,8 @@ __device__ __forceinline__ void low_route_few(const IndexParams& p, LowRoute& ro
   __syncthreads();
 }
 
-// Fills `route`. All threads of the CTA call it; it ends with a barrier. kFew: of at most kLowFewPairs pairs.
+// Fills `route`. All threads of the CTA call it; it ends with a barrier. kFew: of at most kLowFewPairs pairs. Loops are
+// not unrolled: every CTA fetches this code in every call.
 template <class Id, bool kFew>
 __device__ __forceinline__ void low_route(const IndexParams& p, LowRoute& route, LowScratch& scratch) {
   if constexpr (kFew) return low_route_few<Id>(p, route);
@@ -82,6 +83,7 @@ __device__ __forceinline__ void low_route(const IndexParams& p, LowRoute& route,
     ids[i] = pair < p.num_pairs ? expert_of(pair) : -1;
   }
   auto* zero = reinterpret_cast<uint4*>(scratch.counts);
+#pragma unroll 1
   for (int i = thread; i < static_cast<int>((sizeof(scratch.counts) + sizeof(scratch.masks)) / 16); i += kLowThreads) {
     zero[i] = make_uint4(0, 0, 0, 0);
   }
@@ -93,6 +95,7 @@ __device__ __forceinline__ void low_route(const IndexParams& p, LowRoute& route,
   const int steps = (p.num_pairs + 31) / 32, share = (steps + kLowWarps - 1) / kLowWarps;
   const int first = min(warp * share, steps), last = min(first + share, steps);
   uint32_t *own = scratch.counts[warp], *masks = scratch.masks[warp];
+#pragma unroll 1
   for (int step = first; step < last; ++step) {
     const int expert = scratch.expert_of[step * 32 + lane];
     if (expert >= 0) atomicAdd(&own[expert], 1u);
@@ -129,6 +132,7 @@ __device__ __forceinline__ void low_route(const IndexParams& p, LowRoute& route,
   for (int i = 0; i < kExperts; ++i) {
     const int expert = thread * kExperts + i;
     uint32_t row = before & 0xFFFF, tile = before >> 16;
+#pragma unroll 1
     for (uint32_t done = 0; done < rows[i]; done += kLowTile) {
       route.tiles[tile++] = {static_cast<uint16_t>(expert), static_cast<uint16_t>(row + done),
                              static_cast<uint16_t>(min(rows[i] - done, static_cast<uint32_t>(kLowTile))), 0};
@@ -145,6 +149,7 @@ __device__ __forceinline__ void low_route(const IndexParams& p, LowRoute& route,
   }
   __syncthreads();
 
+#pragma unroll 1
   for (int step = first; step < last; ++step) {
     const int pair = step * 32 + lane, expert = scratch.expert_of[pair];
     uint32_t same = 0;
