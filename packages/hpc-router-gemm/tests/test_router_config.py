@@ -88,7 +88,7 @@ def test_two_terms_sum_at_most_256_of_k_unpromoted(problem: dict) -> None:
         {"kernel": "tile", "rows": 64, "tokens": 104, "presplit": True, "weight_is_bf16": True},
         {"kernel": "stream", "rows": 16, "tokens": 8, "presplit": True},
         {"kernel": "tile", "rows": 64, "tokens": 64, "paired": True},
-        {"kernel": "tile", "rows": 64, "tokens": 104, "presplit": True, "paired": True},
+        {"kernel": "tile", "rows": 64, "tokens": 176, "presplit": True, "paired": True},
         {"kernel": "tile", "rows": 64, "tokens": 64, "presplit": True, "paired": True, "split": 5},
     ],
 )
@@ -136,7 +136,7 @@ def test_pairs_are_of_two_token_tiles(problem: dict, split: int) -> None:
 
 
 def test_measured_rows_for_pairs() -> None:
-    for n, k, tokens in ((384, 3072, 64), (768, 6144, 128)):
-        c = _C.choose_config(m=256, n=n, k=k, presplit=True)
-        assert (c.paired, c.tokens, c.split, c.ctas) == (True, tokens, 4, 96)
-        assert not _C.choose_config(m=256, n=n, k=k).paired
+    for m, n, k, tokens, split in ((256, 384, 3072, 64, 4), (1024, 384, 3072, 104, 2), (256, 768, 6144, 128, 4)):
+        c = _C.choose_config(m=m, n=n, k=k, presplit=True)
+        assert (c.paired, c.tokens, c.split) == (True, tokens, split) and c.ctas <= 120  # resident in clusters of 4, 8
+        assert not _C.choose_config(m=m, n=n, k=k).paired

@@ -183,9 +183,9 @@ constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},  {64, 1, 64},     {64, 1, 104}
                                      {64, 1, 208}, {64, 2, 32},     {64, 2, 64},   {64, 2, 104},
                                      {64, 2, 128}, {64, 2, 192, 2}, {128, 1, 128}, {128, 1, 192}};
 // Those that read the terms.
-constexpr WgmmaTile kTermTiles[] = {{64, 1, 64}, {64, 1, 104}, {64, 1, 176}, {64, 1, 192}, {64, 1, 208}};
+constexpr WgmmaTile kTermTiles[] = {{64, 1, 64}, {64, 1, 104}, {64, 1, 128}, {64, 1, 176}, {64, 1, 192}, {64, 1, 208}};
 // Those that copy them in pairs.
-constexpr WgmmaTile kPairedTiles[] = {{64, 1, 64}, {64, 1, 128}};
+constexpr WgmmaTile kPairedTiles[] = {{64, 1, 64}, {64, 1, 104}, {64, 1, 128}};
 
 // Whether two CTAs of a Config fit on an SM, so that the next call's start beside this one's.
 inline bool shares_sm(const Config& c) {

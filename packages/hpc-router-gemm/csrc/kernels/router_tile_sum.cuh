@@ -78,9 +78,9 @@ struct RowStore {
   int64_t stride;
   int64_t tokens_left;
   int rows_left;
-  bool vector;  // the tile has no row or token outside, and 16 bytes are aligned
+  bool vector;  // the tile has no row outside, and 16 bytes are aligned
 
-  __device__ __forceinline__ RowStore(const TileParams& p, int row0, int rows, int64_t token0, int tokens, int thread) {
+  __device__ __forceinline__ RowStore(const TileParams& p, int row0, int rows, int64_t token0, int thread) {
     const int row = row0 + thread % 16 * 4;
     const int64_t token = token0 + thread / 16;
     stride = p.y_stride;
@@ -88,19 +88,19 @@ struct RowStore {
     rows_left = p.n - row;
     tokens_left = p.m - token;
     const bool aligned = ((reinterpret_cast<uintptr_t>(p.y) | static_cast<uintptr_t>(stride) * 4) & 15) == 0;
-    vector = aligned && row0 + rows <= p.n && token0 + tokens <= p.m;
+    vector = aligned && row0 + rows <= p.n;
   }
   __device__ __forceinline__ float* at(int row_group, int token_block) const {
     return y + 8 * token_block * stride + 64 * row_group;
   }
   // `target` is at(row_group, token_block).
+  __device__ __forceinline__ void put_vector(float* target, int token_block, float4 v) const {
+    if (tokens_left > 8 * token_block) *reinterpret_cast<float4*>(target) = v;
+  }
   __device__ __forceinline__ void put(float* target, int row_group, int token_block, float4 v) const {
-    if (vector) {
-      *reinterpret_cast<float4*>(target) = v;
-      return;
-    }
-    const int rows = rows_left - 64 * row_group;
+    if (vector) return put_vector(target, token_block, v);
     if (tokens_left <= 8 * token_block) return;
+    const int rows = rows_left - 64 * row_group;
     if (rows > 0) target[0] = v.x;
     if (rows > 1) target[1] = v.y;
     if (rows > 2) target[2] = v.z;
@@ -185,13 +185,17 @@ struct TileEnd {
       cluster_arrive_relaxed();
       cluster_wait();
     }
-    const RowStore store(p, row0, Shape::kRows, token0, NT, thread);
-    if (split_is(2)) return sum_split<2>(store, sum);
-    if (split_is(3)) return sum_split<3>(store, sum);
-    if (split_is(4)) return sum_split<4>(store, sum);
-    if (split_is(8)) return sum_split<8>(store, sum);
-    if constexpr (Shape::kConsumers == 1) {
-      if (split_is(16)) return sum_split<16>(store, sum);
+    const RowStore store(p, row0, Shape::kRows, token0, thread);
+    if (store.vector) {
+      if (split_is(2)) return sum_split<2>(store, sum);
+      if constexpr (WN == 2) {
+        if (split_is(3)) return sum_split<3>(store, sum);
+      }
+      if (split_is(4)) return sum_split<4>(store, sum);
+      if (split_is(8)) return sum_split<8>(store, sum);
+      if constexpr (Shape::kConsumers == 1) {
+        if (split_is(16)) return sum_split<16>(store, sum);
+      }
     }
     sum_any_split(store, sum);
   }
@@ -223,7 +227,7 @@ struct TileEnd {
     }
   }
 
-  // The common splits.
+  // The common splits, of tiles without a row outside.
   template <int kSplit>
   __device__ __forceinline__ void sum_split(const RowStore& store, const float (&sum)[Shape::kTokens / 2]) const {
     constexpr int kPartBytes = (kTileBlocks + kSplit - 1) / kSplit * kSumBlockBytes;
@@ -259,7 +263,7 @@ struct TileEnd {
       float4 v = parts[i][0];
 #pragma unroll
       for (int r = 1; r < kSplit; ++r) v = add(v, parts[i][r]);
-      if (first + i * kSplit < kEnd) store.put(target + i * next, kRowGroup, kTokenBlock + first + i * kSplit, v);
+      if (first + i * kSplit < kEnd) store.put_vector(target + i * next, kTokenBlock + first + i * kSplit, v);
     }
   }
 
