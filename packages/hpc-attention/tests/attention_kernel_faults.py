@@ -20,6 +20,8 @@ SMALL_PAGES = replace(LONG, lengths=(1500,), num_ctas=1, page_size=1, kv_dtype=F
 PAIRS = replace(LONG, lengths=(400,) * 40, num_ctas=80)
 # Teams of warps: more than 8 query rows a KV head of D = 128.
 TEAMS = replace(LONG, lengths=(1100, 5, 300), num_q_heads=16, q_len=2, kv_dtype=FP8, num_ctas=3)
+# Teams of bf16, with slices of a CTA one after the other.
+LONG_TEAMS = replace(TEAMS, num_q_heads=32, num_kv_heads=2, kv_dtype=BF16, lengths=(900, 300, 5), num_ctas=2)
 # More pieces a CTA than its list and its queries have room for; most are one warp's alone.
 MANY = replace(SMALL, lengths=(*(1 + 5 * i % 130 for i in range(60)), 200, 0, 270), head_dim=64, num_ctas=1)
 
@@ -54,6 +56,18 @@ FAULTS = {
         "combine.cuh", "exp2_approx(w[i].x - m0)", "1.0f", replace(LONG, lengths=(1536,), num_ctas=24)),
     "partial results of two threads are not rescaled": Fault(
         "decode_merge.cuh", "exp2_approx(b_ml.x - m0)", "1.0f", replace(LONG, num_ctas=6)),
+    "the next row tile's threads take the first one's": Fault(
+        "combine_wide.cuh", "(kWide ? group - share : 0)", "0", replace(TEAMS, lengths=(600,), num_ctas=2)),
+    "four vectors of a thread are one": Fault(
+        "combine_wide.cuh", "j * step", "0", replace(TEAMS, lengths=(600,), num_ctas=2)),
+    "all vectors go to one place": Fault(
+        "combine_wide.cuh", "to.d += vectors / 2", None, replace(TEAMS, lengths=(600,), num_ctas=2)),
+    "pieces of a second round are left out": Fault(
+        "combine_wide.cuh", "base < job.pieces", "false", replace(TEAMS, lengths=(9000,), num_ctas=141)),
+    "partial results of a wide unit are read before pdl_wait": Fault(
+        "combine_wide.cuh", "pdl_wait();\n    waited = true;", None, TEAMS),
+    "wide partial results are not rescaled": Fault(
+        "combine_wide.cuh", "exp2_approx(w[i].x - m0)", "1.0f", replace(TEAMS, lengths=(600,), num_ctas=2)),
     "pairs are counted from the wrong one": Fault(
         "combine.cuh", "unit -= __shfl_sync(kAllLanes, end, 31)", None, PAIRS),
     "partial results are read before pdl_wait": Fault(
@@ -68,9 +82,11 @@ FAULTS = {
     ),
     "a team's values are not waited for": Fault(
         "decode_team.cuh", "if (early) cp_async_wait<kPending>();  // values", None, TEAMS),
+    "a query's copy is not waited for": Fault("decode.cuh", "if (!loaded) mbarrier_wait(", None, TEAMS),
+    "a team's first query is looked for where the others are": Fault("decode.cuh", "loaded_ = true", None, TEAMS),
     "lanes do not wait for each other's copies": Fault("decode_attend.cuh", "__syncwarp();\n    score", None),
     "warps do not wait for each other's results": Fault(
-        "decode.cuh", "__syncthreads();\n      for (int32_t vector", None
+        "decode.cuh", "wait_for_all();\n      if constexpr", None
     ),
     "queries are overwritten before they are used": Fault(
         "decode.cuh", "index + 2 * kDecodeEpoch", "index + 3 * kDecodeEpoch", MANY
@@ -102,7 +118,8 @@ FAULTS = {
         replace(TEAMS, lengths=(1100,), num_ctas=6, sm_scale=0.05)),
     "a team's output is not rescaled": Fault(
         "decode_team.cuh", "exp2_approx(reference - raised)", "1.0f", replace(TEAMS, num_ctas=1)),
-    "one warp's sums for the team's": Fault("decode.cuh", "pairs[i].y += more.y", None, TEAMS),
+    "one warp's sums for the team's": Fault("decode_team.cuh", "pairs[i].y += more.y", None, TEAMS),
+    "a team's columns are one": Fault("decode_team.cuh", "position += kThreads", None, TEAMS),
     "the first slice has tokens of this step": Fault(
         "decode_feed.cuh", "(all ? 0 : p_.q_len)", "0",
         replace(LONG, lengths=(576,), num_q_heads=1, q_len=8, num_ctas=9),
@@ -116,19 +133,16 @@ FAULTS = {
     ),
 }  # fmt: skip
 
-# Teams of bf16, with slices of a CTA one after the other.
-LONG_TEAMS = replace(TEAMS, num_q_heads=32, num_kv_heads=2, kv_dtype=BF16, lengths=(900, 300, 5), num_ctas=2)
 
 # Barriers that are missing: each shows as a race, whether or not a result is wrong.
 RACES = {
     "a merge is read before it is there": Fault(
-        "decode.cuh", "__syncthreads();\n      for (int32_t vector", None,
+        "decode.cuh", "wait_for_all();\n      if constexpr", None,
         replace(SMALL, lengths=(1, 64, 700, 0, 130, 65), num_q_heads=32, kv_dtype=BF16, num_ctas=132)),
     "a merge overwrites one that is still read": Fault(
         "decode.cuh", "merged_ > 0", "false", replace(SMALL, head_dim=64, num_q_heads=32, q_len=2)),
     "a query's fragments are read before they are there": Fault(
         "decode.cuh", "__syncthreads();\n    } else {", None, TEAMS),
-    "a query's copy is not waited for": Fault("decode.cuh", "if (!loaded) mbarrier_wait(", None, TEAMS),
     "a team's copies and probabilities are not waited for": Fault(
         "decode_team.cuh", "named_barrier_any(1 + team_, kTeamThreads, above)", "above", LONG_TEAMS),
     "a team goes on before its slice has been read": Fault(

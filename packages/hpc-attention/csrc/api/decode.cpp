@@ -156,7 +156,8 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
   hpc::require_sm90(kWhere, device);
   const hpc::DeviceGuard guard(device);
   if (combine_ctas == 0) {
-    combine_ctas = hpc::attention::decode_combine_ctas_per_sm(hpc::attention::decode_config(problem).row_tiles) *
+    const int32_t row_tiles = hpc::attention::decode_config(problem).row_tiles;
+    combine_ctas = hpc::attention::decode_combine_ctas_per_sm(problem.kv, problem.head_dim, row_tiles) *
                    hpc::device_properties(device).num_sms;
   }
   hpc::attention::launch_decode(problem, p, num_ctas, combine_ctas, hpc::pointer<CUstream_st>(stream));

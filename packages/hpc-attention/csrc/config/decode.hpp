@@ -86,9 +86,14 @@ constexpr int decode_registers(KvKind kv, int head_dim, int row_tiles) {
   return row_tiles == 2 ? 216 : 255;
 }
 
-// CTAs of the combine kernel on each SM: what fits beside the attention kernel's, but more where there is so much to
-// add that it takes longer than they start earlier.
-constexpr int decode_combine_ctas_per_sm(int row_tiles) {
+// Whether a thread of the combine kernel may have several vectors (kernels/combine.cuh): where there is so much to add.
+constexpr bool decode_combines_wide(int head_dim, int row_tiles) {
+  return decode_has_teams(head_dim, row_tiles) && row_tiles == 4;
+}
+// CTAs of the combine kernel on each SM: what fits beside the attention kernel's; where that is nothing, more, for
+// there is much to add.
+constexpr int decode_combine_ctas_per_sm(KvKind kv, int head_dim, int row_tiles) {
+  if (decode_combines_wide(head_dim, row_tiles)) return kv == KvKind::kE4m3 ? 1 : 2;
   return row_tiles <= 2 ? 2 : 4;
 }
 

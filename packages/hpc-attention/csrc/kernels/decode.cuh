@@ -51,6 +51,8 @@ class DecodeWorker {
   // wait, and loads that piece's query itself, right behind it: a trip shorter than the bulk copies. (Where there are
   // more rows or columns, registers have no room for it.)
   static constexpr bool kQuickStart = kSolos;
+  // Whether of a team's first slice keys alone are asked for before the wait: values are wanted much later.
+  static constexpr bool kKeysFirst = kTeams && kRowTiles == 4 && kKind == KvKind::kE4m3;
   static constexpr bool kGroups = kRowTiles > 1;  // whether there can be several row groups
   using Ring = typename Feed::Ring;
 
@@ -101,6 +103,7 @@ class DecodeWorker {
     bool listed = false;  // the list of pieces is there
     bool unread = false;  // the current piece's query is still to be read
     bool known = false;   // the first piece is known without the list
+    bool halved = false;  // of the current slice keys alone have been asked for
     // Whether a team asks for a slice in two groups, its keys as soon as those before them have been read. Not where
     // row groups get the same slices from L2: there a team waits for its own instructions.
     const bool early_keys = p_.row_groups == 1;
@@ -143,10 +146,18 @@ class DecodeWorker {
             }
           }
           feed.prepare(max(index, 0));
-          const bool waits = !waited && (step >= p_.early_slices || !feed.is_old());
+          const bool waits = !waited && (halved || step >= p_.early_slices || !feed.is_old());
           const bool asks = kQuickStart && unread && (waits || (lists && waited));
           const char* row =
               asks ? query_row<kKind, kDim>(p_, piece_.request, piece_.kv_head, min(g_, p_.rows - 1)) : nullptr;
+          // Teams: a row tile of the first query a warp.
+          const bool has_query = kTeams && waits && pieces_.known(0).pieces > 0;
+          const char* team_row = nullptr;
+          if (kTeams && has_query && warp_ < kRowTiles) {
+            const Row& first = pieces_[0];
+            team_row = query_row<kKind, kDim>(p_, first.request, first.kv_head,
+                                              min(first_row_ + kRowTile * warp_ + g_, p_.rows - 1));
+          }
           // The slice behind the early ones follows at once: its addresses are made before the wait.
           const bool pushes = kQuickStart && waits && step < kStages && feed.plain(following);
           if (waits) pdl_wait();
@@ -157,7 +168,7 @@ class DecodeWorker {
             ring.advance();
             ++step;
           }
-          if (kTeams && waits) fetch_first_query();
+          if (has_query) load_first_query(team_row);
           if (warp_ == 0 && waited) fetch_queries();
           // Before many more slices are asked for, all of the query is.
           if (kTeams && waits && pieces_.known(0).turn > kStages * kWorkers) __syncthreads();
@@ -194,7 +205,12 @@ class DecodeWorker {
         slice += piece_.step();
       }
       if (kTeams && early_keys) {
-        if (step < kStages) feed.push_keys(ring);
+        if (step < kStages && !halved) feed.push_keys(ring);
+        halved = kKeysFirst && !waited;
+        if (halved) {
+          chores = true;  // the wait
+          continue;
+        }
         feed.push_values(ring);
       } else {
         feed.push(ring);
@@ -244,18 +260,22 @@ class DecodeWorker {
     fetched_ = min(fetched_, end);
   }
 
-  // Asks for the first piece's query rows, a row tile a warp, for a warp's bulk copies begin one after the other.
-  __device__ __forceinline__ void fetch_first_query() {
-    if (warp_ >= kRowTiles || pieces_.known(0).pieces == 0) return;
-    const Row& piece = pieces_[0];
-    const int32_t rows = min(kRowTiles * kRowTile, p_.rows - first_row_), row = kRowTile * warp_ + lane_;
-    const int32_t bytes = query_row_bytes<kKind, kDim>(p_);
-    if (warp_ == 0 && lane_ == 0) mbarrier_arrive_expect_tx(query_full(0), static_cast<uint32_t>(rows * bytes));
-    if (lane_ < kRowTile && row < rows) {
-      bulk_load(query_at(0) + row * kQueryPitch,
-                query_row<kKind, kDim>(p_, piece.request, piece.kv_head, first_row_ + row), bytes, query_full(0));
+  // Asks for the first piece's query, a row tile a warp: for its beginning a shorter way than bulk copies. Until then
+  // the words lie where the output will.
+  __device__ __forceinline__ void load_first_query(const char* row) {
+    if constexpr (kTeams) {
+      if (warp_ < kRowTiles) {
+        QueryRow<kDim> query;
+        read_query<kKind, kDim>(
+            p_, [&](int offset) { return *reinterpret_cast<const uint4*>(row + offset); },
+            first_row_ + kRowTile * warp_ + g_ < p_.rows, t_, query);
+#pragma unroll
+        for (int i = 0; i < kDim / 8; ++i) own_.out_[i / 8][i / 4 % 2][i % 4] = __uint_as_float(query.words[i]);
+      }
+      if (warp_ == 0 && lane_ == 0) mbarrier_arrive(query_full(0));  // its barrier goes to the next phase
+      fetched_ = 1;
+      loaded_ = true;
     }
-    fetched_ = 1;
   }
 
   // Takes up this warp's first piece before the wait, all but its query, where it is known without going past others'
@@ -304,7 +324,8 @@ class DecodeWorker {
       query_limit_ = index + 2 * kDecodeEpoch;
     }
     if (!mine()) return true;
-    load_rows(index, false);
+    load_rows(index, kTeams && loaded_);
+    loaded_ = false;
     if (kQueryInSmem) query_limit_ = index + kQueryDepth + 1;  // every warp has passed load_rows's barrier
     own_.begin(piece_.high, piece_.limit);
     return true;
@@ -321,7 +342,11 @@ class DecodeWorker {
       if (warp_ < kRowTiles) {
         uint32_t fragment[kDim / 8];
         float factor;
-        load_row_tile(warp_, slot, false, fragment, factor);
+        if constexpr (kTeams) {
+#pragma unroll
+          for (int i = 0; i < kDim / 8; ++i) fragment[i] = __float_as_uint(own_.out_[i / 8][i / 4 % 2][i % 4]);
+        }
+        load_row_tile(warp_, slot, loaded, fragment, factor);
         own_.store_fragment(warp_, fragment);
         if (t_ == 0) own_.store_factor(kRowTile * warp_ + g_, factor * scale);
       }
@@ -403,23 +428,35 @@ class DecodeWorker {
       for (int i = 0; i < kRowTiles; ++i) {
         if (kTeams || i == n) put(i, kTeams ? i : 0);  // registers have no run-time index
       }
-      __syncthreads();
-      for (int32_t vector = static_cast<int32_t>(threadIdx.x); vector < 2 * kDim * min(kMerged, tiles);
-           vector += kDecodeThreads) {
-        const int32_t buffer = vector / (2 * kDim), position = vector % (2 * kDim);
-        const int32_t row_tile = group_ * kRowTiles + n + buffer;
-        float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f), ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
-        sum_of_workers(buffer, position, o, ml);
-        if (piece_.slot < 0) {
-          store_result(p_, result_place(p_, piece_.request, piece_.kv_head, row_tile, position), piece_.kv_head, o, ml);
-        } else if (row_tile * kRowTile + 2 * (position & 3) < p_.rows) {
-          const int64_t at = static_cast<int64_t>(piece_.slot) * p_.row_tiles + row_tile;
-          p_.partial[at * (2 * kDim) + position] = o;
-          if (position < 4) p_.partial_ml[at * 4 + position] = ml;
+      wait_for_all();
+      if constexpr (kTeams) {
+        own_.template add_columns<kTilePitch>(group_ * kRowTiles, tiles, piece_.slot, piece_.request, piece_.kv_head);
+      } else {
+        for (int32_t vector = static_cast<int32_t>(threadIdx.x); vector < 2 * kDim * min(kMerged, tiles);
+             vector += kDecodeThreads) {
+          const int32_t buffer = vector / (2 * kDim), position = vector % (2 * kDim);
+          const int32_t row_tile = group_ * kRowTiles + n + buffer;
+          float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f), ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
+          sum_of_workers(buffer, position, o, ml);
+          if (piece_.slot < 0) {
+            store_result(p_, result_place(p_, piece_.request, piece_.kv_head, row_tile, position), piece_.kv_head, o,
+                         ml);
+          } else if (row_tile * kRowTile + 2 * (position & 3) < p_.rows) {
+            const int64_t at = static_cast<int64_t>(piece_.slot) * p_.row_tiles + row_tile;
+            p_.partial[at * (2 * kDim) + position] = o;
+            if (position < 4) p_.partial_ml[at * 4 + position] = ml;
+          }
         }
       }
       mbarrier_arrive(merge_free());  // every lane for itself: racecheck doesn't follow one that speaks for its warp
     }
+  }
+
+  // Every warp's results are in the merge buffers. Of teams it waits twice: racecheck takes the first barrier of a
+  // block behind its teams' named ones for none (tests/racecheck_barriers.cu).
+  __device__ __forceinline__ void wait_for_all() {
+    __syncthreads();
+    if (kTeams) __syncthreads();
   }
 
   // This warp's result of row tile n into a merge buffer, at its worker's place in the order of the slices. A worker
@@ -447,9 +484,9 @@ class DecodeWorker {
     }
   }
 
-  // Adds vector `position` of all workers, in the order of their slices.
+  // Adds vector `position` of all workers, in the order of their slices. (Of teams: add_columns().)
   __device__ __forceinline__ void sum_of_workers(int32_t buffer, int32_t position, float4& o, float4& ml) {
-    constexpr int kElements = kTeams ? 4 : Layout::kValueElements;
+    constexpr int kElements = Layout::kValueElements;
     const int32_t d = 2 * (position >> 2);
     const int32_t tile = d / (8 * kElements) * (kElements / 2) + d % kElements / 2;
     const uint32_t merge = base_ + kSmem.merge + buffer * kMergeBytes + tile * kTilePitch +
@@ -459,12 +496,7 @@ class DecodeWorker {
     float4 pairs[kWorkers], outputs[kWorkers];
 #pragma unroll
     for (int i = 0; i < kWorkers; ++i) {
-      pairs[i] = lds_float4(all_pairs + i * (kShare * 64));
-#pragma unroll
-      for (int w = 1; w < kShare; ++w) {  // a team's warps have the same reference
-        const float4 more = lds_float4(all_pairs + (i * kShare + w) * 64);
-        pairs[i].y += more.y, pairs[i].w += more.w;
-      }
+      pairs[i] = lds_float4(all_pairs + i * 64);
       outputs[i] = lds_float4(merge + i * (kOutTiles * kTilePitch));
     }
 #pragma unroll
@@ -477,11 +509,6 @@ class DecodeWorker {
     }
   }
 
-  static __device__ __forceinline__ float4 lds_float4(uint32_t shared) {
-    const uint4 v = lds128(shared);
-    return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
-  }
-
   const DecodeParams& p_;
   const int32_t warp_, worker_, lane_;
   const int32_t g_, t_;
@@ -490,6 +517,7 @@ class DecodeWorker {
   Pieces pieces_;
   Row piece_;                                        // the current one
   int32_t fetched_ = 0, query_limit_ = kQueryDepth;  // queries of pieces that are, and may be, asked for
+  bool loaded_ = false;                              // of teams: the next piece's query lies where the output will
   int32_t merged_ = 0;                               // row tiles that went through the merge buffer
   Attention own_;                                    // this warp's part
 };

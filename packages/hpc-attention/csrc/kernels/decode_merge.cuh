@@ -9,6 +9,11 @@
 
 namespace hpc::attention {
 
+__device__ __forceinline__ float4 lds_float4(uint32_t shared) {
+  const uint4 v = lds128(shared);
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+
 // Adds b's result to a's: both unnormalised, each with the maximum and the sum it is relative to.
 __device__ __forceinline__ void add_result(float4& a, float4& a_ml, const float4& b, const float4& b_ml) {
   const float m0 = fmaxf(a_ml.x, b_ml.x), m1 = fmaxf(a_ml.z, b_ml.z);

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "decode_attend.cuh"
+#include "decode_merge.cuh"
 #include "hpc/wgmma_half.cuh"
 
 namespace hpc::attention {
@@ -26,6 +27,7 @@ struct TeamAttention {
   static constexpr int kTokens = Layout::kTokens, kOwn = kTokens / kDecodeTeamWarps;  // of a slice; of them this warp's
   static constexpr int kBlocks = kOwn / 16;                                           // of 16 tokens, of this warp
   static constexpr int kTeamThreads = 32 * kDecodeTeamWarps;
+  static constexpr int kWorkers = decode_workers(kDim, kRowTiles);  // teams of a CTA
   static constexpr DecodeSmem kSmem = decode_smem(kKind, kDim, kRowTiles, kStages, false);
   using Ring = WarpRing<kStages, Layout::kSlotBytes>;
   static_assert(kQueryInSmem && kOutTiles == 2);
@@ -367,6 +369,73 @@ struct TeamAttention {
       s0 += __shfl_xor_sync(kAllLanes, s0, mask);
       s1 += __shfl_xor_sync(kAllLanes, s1, mask);
     }
+  }
+
+  // Adds the teams' results of all row tiles and writes them. A thread's vectors are columns of one row tile, which
+  // have their (max, sum) in common.
+  template <int kTilePitch>
+  __device__ __forceinline__ void add_columns(int32_t first_tile, int32_t tiles, int32_t slot, int32_t request,
+                                              int32_t kv_head) {
+    constexpr int kShare = kDecodeTeamWarps;
+    constexpr int kWorkerBytes = kDim / 16 * kTilePitch;                                  // of a row tile
+    constexpr int kThreads = kDecodeThreads / kRowTiles, kColumns = 2 * kDim / kThreads;  // of a row tile, of a thread
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    const int32_t buffer = thread / kThreads, row_tile = first_tile + buffer;
+    if (buffer >= tiles) return;
+    int32_t position = thread % kThreads;
+    const uint32_t all_pairs = base_ + kSmem.pairs + buffer * (kDecodeWarps * 64) + (position & 3) * 16;
+    // All are asked for at once, of the vectors the first.
+    float4 pairs[kWorkers], outputs[kWorkers];
+#pragma unroll
+    for (int i = 0; i < kWorkers; ++i) {
+      pairs[i] = lds_float4(all_pairs + i * (kShare * 64));
+#pragma unroll
+      for (int w = 1; w < kShare; ++w) {  // a team's warps have the same reference
+        const float4 more = lds_float4(all_pairs + (i * kShare + w) * 64);
+        pairs[i].y += more.y, pairs[i].w += more.w;
+      }
+      outputs[i] = lds_float4(merged_at<kTilePitch>(buffer, position) + i * kWorkerBytes);
+    }
+    float4 ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kWorkers; ++i) ml.x = fmaxf(ml.x, pairs[i].x), ml.z = fmaxf(ml.z, pairs[i].z);
+    float factors[kWorkers][2];
+#pragma unroll
+    for (int i = 0; i < kWorkers; ++i) {
+      factors[i][0] = exp2_approx(pairs[i].x - ml.x), factors[i][1] = exp2_approx(pairs[i].z - ml.z);
+      ml.y += pairs[i].y * factors[i][0], ml.w += pairs[i].w * factors[i][1];
+    }
+    const bool stores = row_tile * kRowTile + 2 * (position & 3) < p_.rows;
+    const int64_t at = static_cast<int64_t>(slot) * p_.row_tiles + row_tile;
+    if (slot >= 0 && stores && position < 4) p_.partial_ml[at * 4 + position] = ml;
+#pragma unroll 1
+    for (int j = 0;;) {
+      float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+      for (int i = 0; i < kWorkers; ++i) {
+        o.x += outputs[i].x * factors[i][0], o.y += outputs[i].y * factors[i][1];
+        o.z += outputs[i].z * factors[i][0], o.w += outputs[i].w * factors[i][1];
+      }
+      if (slot < 0) {
+        const ResultPlace to = result_place(p_, request, kv_head, row_tile, position);
+        store_result(p_, to, kv_head, o, ml);
+      } else if (stores) {
+        p_.partial[at * (2 * kDim) + position] = o;
+      }
+      if (++j == kColumns) break;
+      position += kThreads;
+#pragma unroll
+      for (int i = 0; i < kWorkers; ++i) {
+        outputs[i] = lds_float4(merged_at<kTilePitch>(buffer, position) + i * kWorkerBytes);
+      }
+    }
+  }
+  // Where vector `position` of the first worker lies in a merge buffer.
+  template <int kTilePitch>
+  __device__ __forceinline__ uint32_t merged_at(int32_t buffer, int32_t position) const {
+    constexpr int kMergeBytes = kWorkers * (kDim / 16) * kTilePitch;  // of a row tile
+    const int32_t d = 2 * (position >> 2), tile = d / 32 * 2 + d % 4 / 2;
+    return base_ + kSmem.merge + buffer * kMergeBytes + tile * kTilePitch + (4 * (d / 4 % 8) + (position & 3)) * 16;
   }
 
   static constexpr uint32_t kRowsOfK = kRowTiles * 128;  // bytes of 8 of k, all rows: of the query and of P^T

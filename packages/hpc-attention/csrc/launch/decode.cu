@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "hpc/launch.hpp"
-#include "kernels/combine.cuh"
+#include "kernels/combine_wide.cuh"
 
 namespace hpc::attention {
 namespace {
@@ -38,9 +38,10 @@ void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int
                       .stream = stream},
          params);
   if (combine_ctas < 0) return;
-  const DecodeKernel combine = problem.head_dim == 64    ? combine_kernel<64>
-                               : problem.head_dim == 128 ? combine_kernel<128>
-                                                         : combine_kernel<256>;
+  const DecodeKernel combine = problem.head_dim == 64                                     ? combine_kernel<64>
+                               : problem.head_dim == 256                                  ? combine_kernel<256>
+                               : decode_combines_wide(problem.head_dim, config.row_tiles) ? combine_wide_kernel<128>
+                                                                                          : combine_kernel<128>;
   launch(
       combine,
       LaunchConfig{.grid = dim3(static_cast<unsigned>(combine_ctas)), .block = dim3(kCombineThreads), .stream = stream},
