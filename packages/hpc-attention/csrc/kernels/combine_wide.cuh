@@ -43,8 +43,8 @@ __device__ __forceinline__ WideForm wide_form_invariant() {
 }
 
 // Units of all pairs, and log2 of the pieces that a thread adds at most. 0: four pieces of one vector, where the grid
-// goes through its units once. Else two pieces of four vectors, or four or eight, two at once, where that is needed for
-// the units to be as few as the grid.
+// goes through its units once. Else two pieces of four vectors, or four or eight (two at once, the others one by one)
+// where that is needed for the units to be as few as the grid.
 struct WideUnits {
   int32_t count;
   int32_t log_most;
