@@ -1,5 +1,5 @@
-// The combine kernel where there are many query rows, so that more is to be added than one CTA an SM has threads for,
-// and CTAs find room beside the attention kernel's on few SMs: those that don't come when that one's leave, and the
+// The combine kernel where there are many query rows: more is to be added than one or two CTAs an SM load at once, but
+// there is no room for more beside the attention kernel's. Those that find none come when that one's leave, and the
 // next call's behind them. So the grid is what fits. Where it would go through units of one vector a thread more than
 // once, a thread has four vectors of a row tile, which have their (max, sum) in common, and loads two pieces of each at
 // once; where a pair has no more, a unit is two row tiles. See combine.cuh for all else.
