@@ -14,7 +14,7 @@ HERE = pathlib.Path(__file__).parent
 CSRC = HERE.parent / "csrc"
 # What is PTX in the kernels' own files, and what takes its place.
 PTX = (
-    (r'asm volatile\("setmaxnreg[^;]*;"\);', ""),
+    (r'asm volatile\("setmaxnreg[^;]*;"[^;]*\);', ""),
     (r'asm volatile\("cp\.async\.bulk\.prefetch[^;]*;"(?:[^;]|;(?=\"))*?"memory"\);', ""),
     (r'asm volatile\("prefetch\.global[^;]*;"[^;]*\);', ""),
     # What is dropped is lost.
@@ -56,12 +56,16 @@ FAULTS = {
     17: ("(p.out) + first", "(p.out) + (emulation::fault == 17 ? 0 : first)"),
     18: ("(p.shared_output) + first", "(p.shared_output) + (emulation::fault == 18 ? 0 : first)"),
     # The rows that warpgroups share: the second's are not multiplied; both halves of the odd last unit are its first.
+    # Tasks of several tiles: the second warpgroup multiplies the first's rows; it has none.
+    21: ("group ? task.rows * 128", "group && emulation::fault != 21 ? task.rows * 128"),
+    22: ("1, rows - tile.rows)", "1, emulation::fault == 22 ? 0 : rows - tile.rows)"),
     19: ("second = tile.rows - tile.width;", "second = emulation::fault == 19 ? 0 : tile.rows - tile.width;"),
     20: ("T::kOddHalves ? units(at) : 1", "T::kOddHalves ? (emulation::fault == 20 ? kHalfUnit : units(at)) : 1"),
     11: ("weight_scales[first + m]", "weight_scales[emulation::fault == 11 ? 0 : first + m]"),
 }
 ROUTING = (6, 7)
 FAULTY = (
+    "tensor,450,1,1,256,256,3,one,0,32",
     "tensor,40,1,1,256,192,12,one,0,32",
     "tensor,300,2,3,256,256,4,random,0,128,clusters",
     "block,300,2,3,256,256,4,random,0,128,clusters",
@@ -86,6 +90,11 @@ CASES = (
     "tensor,9,2,3,256,128,14,random,0,32",
     "tensor,40,1,1,256,640,4,one,0,64",
     "tensor,100,1,1,256,384,7,one,0,128",
+    # Tasks of a unit and several tiles, of an expert of very many rows.
+    "tensor,450,1,1,256,256,3,one,0,32",
+    "tensor,450,1,1,256,256,9,one,0,32",
+    "tensor,610,1,1,384,256,7,one,1,64",
+    "tensor,601,1,1,256,384,11,one,0,64",
     "block,40,2,3,256,192,2,random,0,32",
     "block,90,1,2,256,192,2,one,0,64",
     "block,130,1,2,256,256,4,one,0,128",

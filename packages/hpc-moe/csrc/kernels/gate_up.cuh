@@ -78,25 +78,31 @@ struct GateUpEpilogue {
       }
       const float fixed = kBlock ? 0.0f : s.fixed_inverse;
       uint8_t* staged = s.out[group] + (half_unit ? first / 2 : first);
-#pragma unroll
-      for (int i = 0; i < N / 4; ++i) {
-        const int token = i / 2 * 8 + column + i % 2;
-        const float inverse = kBlock ? s.inverse[group][token] : fixed;
-        const uint16_t codes = to_e4m3x2(v[2 * i] * inverse, v[2 * i + 1] * inverse);
-        if (half_unit) {
-          staged[token * kOutRow] = static_cast<uint8_t>(codes);
-        } else {
-          *reinterpret_cast<uint16_t*>(staged + token * kOutRow) = codes;
-        }
-      }
-      named_barrier_sync(2 + group, 128);
       uint8_t* out = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(part.row) * p.out_columns + part.unit * 64;
       if (half_unit) out += (task.units - kHalfUnit) * 32;
       const int shift = half_unit ? 1 : 2;
-      for (int i = thread; i < part.rows << shift; i += 128) {  // 64 or 32 bytes a token, 16 a thread
-        const int token = i >> shift, at = (i & ((1 << shift) - 1)) * 16;
-        *reinterpret_cast<uint4*>(out + static_cast<int64_t>(token) * p.out_columns + at) =
-            *reinterpret_cast<const uint4*>(s.out[group] + token * kOutRow + at);
+      constexpr int kAtOnce = T::kWidth;  // tokens that s.out has room for
+#pragma unroll
+      for (int from = 0; from < N; from += kAtOnce) {
+        if (from > 0) named_barrier_sync(2 + group, 128);
+#pragma unroll
+        for (int i = from / 4; i < min(N, from + kAtOnce) / 4; ++i) {
+          const int token = i / 2 * 8 + column + i % 2;
+          const float inverse = kBlock ? s.inverse[group][token] : fixed;
+          const uint16_t codes = to_e4m3x2(v[2 * i] * inverse, v[2 * i + 1] * inverse);
+          if (half_unit) {
+            staged[(token - from) * kOutRow] = static_cast<uint8_t>(codes);
+          } else {
+            *reinterpret_cast<uint16_t*>(staged + (token - from) * kOutRow) = codes;
+          }
+        }
+        named_barrier_sync(2 + group, 128);
+        const int end = min(part.rows, from + kAtOnce);
+        for (int i = (from << shift) + thread; i < end << shift; i += 128) {  // 64 or 32 bytes a token, 16 a thread
+          const int token = i >> shift, at = (i & ((1 << shift) - 1)) * 16;
+          *reinterpret_cast<uint4*>(out + static_cast<int64_t>(token) * p.out_columns + at) =
+              *reinterpret_cast<const uint4*>(s.out[group] + (token - from) * kOutRow + at);
+        }
       }
     }
   }

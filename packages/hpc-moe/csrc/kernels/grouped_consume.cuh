@@ -251,9 +251,9 @@ template <class T, class Run>
 __device__ __forceinline__ void with_width(int width, Run& run) {
   constexpr int kStep = T::kExact ? 16 : 32;
   switch (max((width + kStep - 1) / kStep * kStep, T::kLeastN)) {
-#define HPC_MOE_WIDTH(N)                                                                             \
-  case N:                                                                                            \
-    if constexpr (N >= T::kLeastN && N <= T::kWidth && N % kStep == 0) run.template operator()<N>(); \
+#define HPC_MOE_WIDTH(N)                                                                            \
+  case N:                                                                                           \
+    if constexpr (N >= T::kLeastN && N <= T::kMaxN && N % kStep == 0) run.template operator()<N>(); \
     break;
     HPC_MOE_WIDTH(16)
     HPC_MOE_WIDTH(32)
@@ -290,8 +290,11 @@ __device__ __forceinline__ void consume(const GemmParams& p, typename T::Smem& s
       continue;
     }
     const uint32_t first = two_tiles ? 0 : group;
-    const Operands at = {uniform(kLowBits + first * (kUnitBytes >> 4)),
-                         uniform(kLowBits + ((two_tiles && group ? kUnitBytes : 2 * kUnitBytes) >> 4)),
+    // Rows of B; kTall: of a task of one unit behind it, the second warpgroup's behind the first's.
+    const uint32_t rows_at =
+        T::kTall ? (task.units == 2 ? 2 * kUnitBytes : kUnitBytes) + (two_tiles && group ? task.rows * 128 : 0)
+                 : (two_tiles && group ? kUnitBytes : 2 * kUnitBytes);
+    const Operands at = {uniform(kLowBits + first * (kUnitBytes >> 4)), uniform(kLowBits + (rows_at >> 4)),
                          two_tiles && group ? T::kWidth : 0, static_cast<int>(first) * 2};
     const auto run = [&]<int N>() {
       float acc[2][N / 2];

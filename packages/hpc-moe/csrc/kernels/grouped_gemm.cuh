@@ -8,12 +8,12 @@
 //                    tokens through the routing index by cp.async into the 128-byte swizzle, down (rows of h are
 //                    neighbours) by TMA, and the scales; one thread brings the weights by TMA and publishes each task.
 // A task (grouped_tasks.cuh) is a token tile of an expert and one or two units, half a unit (gate-up, per tensor), or
-// one unit and two token tiles; those of one expert and unit are neighbours, so that their weights come from L2 after
-// the first. Shared memory: 4 to 6 stages (32 KB weights + rows of B: 16, 8 or 4 KB, as the call's token tiles are at
-// most 128, 64 or 32 rows), scales of each stage, epilogue buffers, published tasks, barriers. Barriers: full[s] (the
-// TMA thread's arrival and bytes, one arrival a producer thread, when its cp.async have landed), empty[s] (one a
-// consumer warp). Before the first stage of a task its TurnTask is written; the TMA thread's arrival releases it.
-// Gate-up by block runs in clusters of two where a scale group's two units may be tasks of two CTAs (kExchange).
+// one unit and two token tiles or more (kTall); those of one expert and unit are neighbours, so that their weights come
+// from L2 after the first. Shared memory: 4 to 6 stages (32 KB weights + rows of B: 16, 8 or 4 KB, as the call's token
+// tiles are at most 128, 64 or 32 rows), scales of each stage, epilogue buffers, published tasks, barriers. Barriers:
+// full[s] (the TMA thread's arrival and bytes, one arrival a producer thread, when its cp.async have landed), empty[s]
+// (one a consumer warp). Before the first stage of a task its TurnTask is written; the TMA thread's arrival releases
+// it. Gate-up by block runs in clusters of two where a scale group's two units may be tasks of two CTAs (kExchange).
 // kClusters: two neighbouring CTAs whose tasks have the same expert and units load each unit once, for both; their
 // empty[s] count the consumer warps of both, and both take the same number of stages (kIdle).
 // K order: 128 bytes a stage; sums are promoted to fp32 registers every scale group (128, or 64 of I), per tensor every
@@ -73,6 +73,14 @@ constexpr uint16_t kShared = 1 << 15, kIdle = 1 << 14;
 // warp; + 1: the other 32.
 constexpr int kHalfUnit = 3;
 
+// kTall: tiles of a task of one unit, and their rows, both warpgroups' together, which lie behind the unit.
+constexpr int tall_tiles(int width) {
+  return width == 64 ? 3 : 4;
+}
+constexpr int tall_rows(int width) {
+  return tall_tiles(width) * width;
+}
+
 // Sizes that follow from the widest token tile of a call: the narrower, the more stages. kKept: rows of B lie apart.
 template <int kWidth, bool kKept = false>
 struct Stages {
@@ -102,9 +110,9 @@ struct GemmSmem : std::conditional_t<kKept, KeptRows<kWidth>, NoRows> {
   alignas(16) TurnTask turns[kTurns];
   alignas(8) uint64_t full[Stage::kCount];
   uint64_t empty[Stage::kCount];
-  uint64_t read[2];            // kKept, by parity of the task: its rows of B; one arrival a consumer warp
-  uint64_t exchanged;          // kExchange: the other CTA's largest magnitudes have come
-  uint16_t token[2 * kWidth];  // gate-up: tokens of the producers' tiles
+  uint64_t read[2];    // kKept, by parity of the task: its rows of B; one arrival a consumer warp
+  uint64_t exchanged;  // kExchange: the other CTA's largest magnitudes have come
+  uint16_t token[kWidth < 128 ? tall_rows(kWidth) : 2 * kWidth];  // gate-up: tokens of the producers' tiles
 };
 template <int kWidth, bool kKept = false>
 constexpr int kGemmSmemBytes = sizeof(GemmSmem<kWidth, kKept>) + 1024;  // the start is aligned by hand
@@ -161,6 +169,12 @@ struct Traits {
   // Narrowest N at which the consumers multiply a tile, with weights as M.
   static constexpr int kLeastN = kExact ? 16 : kQuant == Quant::kNone ? 32 : kWidth == 128 ? 96 : kWidth;
   static constexpr bool kTwoTiles = kGemm == Gemm::kUp && !kSpans;  // tasks of one unit and two tiles
+  // An expert of very many rows has tasks of one unit and several tiles (tall_tiles), which the warpgroups share.
+  static constexpr bool kTall = kGemm == Gemm::kUp && kTensor && !kExact && kWidth < 128;
+  static constexpr int kTallTiles = tall_tiles(kWidth);
+  static constexpr int kMaxN = kTall ? tall_rows(kWidth) / 2 : kWidth;  // most rows of a warpgroup
+  static constexpr int kTaskRows = kTall ? tall_rows(kWidth) : kWidth;
+  static_assert(!kTall || kUnitBytes + kTaskRows * 128 <= kStageBytes);
   // Tasks of one unit and one tile: the warpgroups share its rows, as if they were two tiles'. With fp32 sums, where
   // products take the time.
   static constexpr bool kShareRows = kExact && kTwoTiles;

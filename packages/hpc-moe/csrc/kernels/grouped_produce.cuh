@@ -209,22 +209,28 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     const int tile_row = field(found.row, at), rows = field(found.rows, at);
     const int expert = field(found.expert, at) & ~(kShared | kIdle), unit = field(found.unit, at);
     const int second = T::kTwoTiles ? field(found.second_rows, at) : 0;
-    [[maybe_unused]] uint32_t source[kWidth / 16], source2[kWidth / 16];  // where the thread's rows start, in 16 bytes
+    // kTall: rows of B of a task of one unit lie behind it, the second warpgroup's behind the first's.
+    const uint32_t back = T::kTall && units != 2 ? kUnitBytes : 0;
+    const int height = T::kTall ? rows + second : rows;
+    // Where the thread's rows start, in 16 bytes.
+    [[maybe_unused]] uint32_t source[T::kTaskRows / 16], source2[T::kTall ? 1 : kWidth / 16];
     int own = tile_row + thread, own2 = 0;  // rows of B that the tiles' rows `thread` read
     if constexpr (kGemm == Gemm::kUp) {
       own = slot / p.top_k;
       if (second) own2 = thread < second ? p.routing.row_to_slot[tile_row + rows + thread] / p.top_k : 0;
       named_barrier_sync(4, kProducers);  // the tile before has been read
-      if (thread < kWidth) s.token[thread] = static_cast<uint16_t>(own);
-      if (thread < second) s.token[kWidth + thread] = static_cast<uint16_t>(own2);
+      if (thread < (T::kTall ? rows : kWidth)) s.token[thread] = static_cast<uint16_t>(own);
+      if (thread < second) s.token[(T::kTall ? rows : kWidth) + thread] = static_cast<uint16_t>(own2);
       named_barrier_sync(4, kProducers);
       slot = slot_of(at + 1);
     }
 #pragma unroll
-    for (int i = 0; i < kWidth / 16 && kGemm == Gemm::kUp; ++i) {
+    for (int i = 0; i < T::kTaskRows / 16 && kGemm == Gemm::kUp; ++i) {
       const int row = first_row + 16 * i;
-      source[i] = row < rows ? s.token[row] * p.b_stride : kNoRow;
-      if constexpr (T::kTwoTiles) source2[i] = row < second ? s.token[kWidth + row] * p.b_stride : kNoRow;
+      source[i] = row < height ? s.token[row] * p.b_stride : kNoRow;
+      if constexpr (T::kTwoTiles && !T::kTall) {
+        source2[i] = row < second ? s.token[kWidth + row] * p.b_stride : kNoRow;
+      }
     }
     uint32_t row_bytes = kGemm == Gemm::kUp ? 0 : (rows + kRowsBox - 1) / kRowsBox * kRowsBox * 128;
     int weights = weight_coordinate<T>(p, expert, unit);
@@ -268,9 +274,16 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
         const uint8_t* from = p.b + k * 128 + chunk * 16;
 #pragma unroll
         for (int i = 0; i < kWidth / 16; ++i) {
-          if (source[i] != kNoRow) cp_async_16(stage + to + i * 16 * 128, from + uint64_t{source[i]} * 16);
+          if (source[i] != kNoRow) cp_async_16(stage - back + to + i * 16 * 128, from + uint64_t{source[i]} * 16);
         }
-        if (second) {
+        if constexpr (T::kTall) {
+          if (height > kWidth) {
+#pragma unroll
+            for (int i = kWidth / 16; i < T::kTaskRows / 16; ++i) {
+              if (source[i] != kNoRow) cp_async_16(stage - back + to + i * 16 * 128, from + uint64_t{source[i]} * 16);
+            }
+          }
+        } else if (second) {
 #pragma unroll
           for (int i = 0; i < kWidth / 16; ++i) {
             if (source2[i] == kNoRow) continue;
@@ -327,10 +340,10 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const CUtensorM
     cluster_wait();
   }
   if (threadIdx.x >= kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::kExact ? 72 : 88));
     produce<T>(p, map, b_map, s);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::kExact ? 216 : 208));
     pdl_wait();  // nothing may be stored before
     pdl_trigger();
     if constexpr (T::kTokens) {

@@ -78,7 +78,23 @@ struct Schedule {
       if ((mine - first) % 2) return task(tile, p.units - 1, 0, 0);  // with the tile before it
       return task(tile, p.units - 1, 1, mine + 1 < first + own ? p.routing.tiles[mine + 1].rows : 0);
     }
-    const int local = at.pair - first * groups, group = local / own;
+    const int local = at.pair - first * groups;
+    if constexpr (T::kTall) {
+      // Enough of them for half the CTAs, none that would be split; not with an odd last unit (uneven).
+      constexpr int kTiles = T::kTallTiles;
+      const int high = (own + kTiles - 1) / kTiles, tasks = high * p.units;
+      if (p.units % 2 == 0 && own > 2 * kTiles && 2 * tasks >= static_cast<int>(gridDim.x) &&
+          first * groups + tasks <= whole) {
+        if (local >= tasks) return task(tile, 0, 0, 0);
+        const int unit = local / high, from = first + (local - unit * high) * kTiles;
+        tile = p.routing.tiles[from];
+        const grouped::TileTask end = p.routing.tiles[min(from + kTiles, first + own) - 1];
+        const int rows = end.row + end.rows - tile.row;
+        tile.rows = tile.width = (rows + 15) / 16 * 8;
+        return task(tile, unit, 1, rows - tile.rows);
+      }
+    }
+    const int group = local / own;
     if (own > 1) tile = p.routing.tiles[first + local - group * own];
     return task(tile, 2 * length * group + unit_of_pair(at), units(at), 0);
   }
