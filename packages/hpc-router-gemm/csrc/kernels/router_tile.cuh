@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   if (meets) cluster_arrive_relaxed();
   if (producer) {
     if constexpr (Shape::kConsumers == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (Shape::kPair == 2) cluster_wait();
+    if (meets) cluster_wait();
     if (threadIdx.x % 32 == 0 && fill.warp < kTileFillers) {
       fill.run();
     } else {
@@ -242,9 +242,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
       pdl_trigger();
     }
     __syncwarp();
-    if (sums_apart) {
-      if (Shape::kPair == 1) cluster_wait();
-    } else if (p.split > 1) {
+    if (!sums_apart && p.split > 1) {
       cluster_arrive_relaxed();
       cluster_wait();
     }
