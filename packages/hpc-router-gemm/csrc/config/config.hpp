@@ -50,10 +50,8 @@ constexpr int kStreamMaxStages = 8;
 constexpr int kStreamMaxPartK = 256;  // k of one accumulator where the stream kernel does not promote
 
 constexpr int kTileMaxStages = 16;
-// The tile kernel's unit of k: 128 for each consumer warpgroup that shares it.
-constexpr int tile_block_k(int k_groups) {
-  return 128 * k_groups;
-}
+// The tile kernel's unit of k. Consumer warpgroups that share it take 64 each.
+constexpr int kTileBlockK = 128;
 
 struct Problem {
   int64_t m = 0;
@@ -143,9 +141,10 @@ constexpr int tile_stage_bytes(int rows, int k_groups, int tokens, Weight weight
   return (tile_stage_k(rows, k_groups, tokens, weight) * (rows * weight_bytes(weight) + tokens * 2) + 1023) / 1024 *
          1024;
 }
-// Stages of a block of k, and the fewest that work: some are read while others are multiplied.
+// Stages of a block of k. The fewest that work are those of 8 k16 steps of a consumer: some are read while others are
+// multiplied.
 constexpr int tile_block_stages(int rows, int k_groups, int tokens, Weight weight) {
-  return tile_block_k(k_groups) / tile_stage_k(rows, k_groups, tokens, weight);
+  return kTileBlockK / tile_stage_k(rows, k_groups, tokens, weight);
 }
 // Blocks of 64 rows x 8 tokens that one rank of a split sum owns at most.
 constexpr int kSumBlockBytes = 64 * 8 * 4;
@@ -225,15 +224,16 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   }
   if (c.sums_apart && (stream || c.split == 1)) return "a tile with a split for sums that lie apart";
   if (!stream && p.overlapping_x) return "the stream kernel for rows that overlap";
-  if (!stream && c.split > ceil_div(p.k, tile_block_k(c.k_groups))) return "a block of k for each CTA of a split";
+  if (!stream && c.split > ceil_div(p.k, kTileBlockK)) return "a block of k for each CTA of a split";
   const auto smem = [&](int s) {
     return stream ? stream_smem_bytes(c.rows, c.tokens, weight, s, c.split)
                   : tile_smem_bytes(c.rows, c.k_groups, c.tokens, weight, s) +
                         (c.sums_apart ? tile_sum_bytes(c.rows, c.tokens, c.split) : 0);
   };
-  const int least = stream ? 1 : tile_block_stages(c.rows, c.k_groups, c.tokens, weight);
+  const int block_stages = stream ? 1 : tile_block_stages(c.rows, c.k_groups, c.tokens, weight);
+  const int least = c.k_groups * block_stages;
   const int64_t steps = stream ? ceil_div(ceil_div(p.k, kStreamStepK), kStreamWarps * c.split)
-                               : ceil_div(ceil_div(p.k, tile_block_k(c.k_groups)), c.split) * least;
+                               : ceil_div(ceil_div(p.k, kTileBlockK), c.split) * block_stages;
   const int limit = stream ? kStreamMaxStages : kTileMaxStages;
   c.stages = stages > 0 ? stages : static_cast<int>(std::clamp<int64_t>(steps, least, limit));
   if (stages <= 0) {
@@ -242,7 +242,7 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   }
   c.smem_bytes = smem(c.stages);
   if (c.stages > limit || c.smem_bytes > kSmemLimit) return "stages that fit in shared memory";
-  if (c.stages < least) return "the stages of a block of k";
+  if (c.stages < least) return "the stages of 8 steps of a consumer";
   const int sum_bytes = stream || c.sums_apart ? 0 : tile_sum_bytes(c.rows, c.tokens, c.split);
   if (sum_bytes > c.stages * tile_stage_bytes(c.rows, c.k_groups, c.tokens, weight)) {
     return "stages that can hold the sums of a split";

@@ -10,7 +10,8 @@
 //         this one still works.
 // Stages  k = 64 or 32 each: weight rows (fp32: boxes of 32 columns) in the 128-byte swizzle, and token rows in the
 //         swizzle of their width.
-// Weight  fp32 or bf16: read and split by the consumers, as here. Terms in memory: router_tile_terms.cuh.
+// Weight  fp32 or bf16: read and split by the consumers, as here, or, for few tokens, in batches of 4 steps:
+//         router_tile_batch.cuh. Terms in memory: router_tile_terms.cuh.
 // Math    k16 steps. While a step's products run, the weights of the next are split and those after it read. Smaller
 //         terms come first: in each step, or, with three terms, in each group of 4. The tensor core truncates each sum,
 //         so the accumulator is moved to an ordinary fp32 sum, and restarted, every 16 of a consumer's steps for two
@@ -29,6 +30,7 @@
 #include "hpc/mbarrier.cuh"
 #include "hpc/pdl.cuh"
 #include "hpc/wgmma_rs.cuh"
+#include "kernels/router_tile_batch.cuh"
 #include "kernels/router_tile_load.cuh"
 #include "kernels/router_tile_sum.cuh"
 #include "kernels/router_tile_terms.cuh"
@@ -76,7 +78,10 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
   const uint32_t lane_offset =
       Shape::kFloat ? wk * (kSteps / 2) * Shape::kHalfBytes + row * 128 + (((t / 2) ^ (row & 7)) << 4) + (t & 1) * 8
                     : (row * 128 + ((row & 7) << 4) + t * 4) ^ (wk * kSteps * 2 << 4);
-  const int blocks = TileBlocks(p, TilePlace<Shape>::rank()).count;
+  // In blocks of 8 of this consumer's steps; where two share k the last may have 4.
+  const int units = TileBlocks(p, TilePlace<Shape>::rank()).count;
+  const int blocks = (units + WK - 1) / WK;
+  const bool half = WK == 2 && units % 2 != 0;
   const auto release = [&](int slot) {
     if (lane == 0) mbarrier_arrive(memory.empty + slot * 8);
   };
@@ -133,9 +138,9 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
     load_raw<WM, kWeight>(weights_of(ring.slot), lane_offset, step % kSteps, raw);
   };
 
-  // One block of k: 8 of this consumer's steps. kFresh: the accumulator starts anew; kMove: it is moved to sum[] at the
-  // end of the block.
-  const auto multiply_block = [&]<bool kFresh, bool kMove>(bool last) {
+  // One block of k: 8 of this consumer's steps, or `half` of them. kFresh: the accumulator starts anew; kMove: it is
+  // moved to sum[] at the end of the block.
+  const auto multiply_block = [&]<bool kFresh, bool kMove>(bool last, bool half) {
 #pragma unroll
     for (int step = 0; step < 8; ++step) {
       const bool ends_group = (step + 1) % kGroup == 0;
@@ -162,7 +167,8 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
       wgmma_commit();
       wgmma_wait<1>();  // the step before: its registers and, at the end of a group, its shared memory are free
       if (step % kFreeSteps == 0 && (step > 0 || !kFresh)) release_group(before(slot));
-      const bool more = step + 1 < 8 || !last;
+      const bool ends = kMove && step == 3 && half;
+      const bool more = !ends && (step + 1 < 8 || !last);
       if (kAhead == 1 && more) fetch(step + 1);
       if (more) split(step + 1, 0);
       if (kAhead == 1 && more) split(step + 1, 2);
@@ -173,13 +179,14 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
         if (kTerms == 3 || ends_group) wgmma_commit();
       }
       if (kAhead == 2 && more) split(step + 1, 2);
-      if (kAhead == 2 && (step + 2 < 8 || !last)) fetch(step + 2);
-      if (kMove && (step + 1) % Shape::kPromote == 0) {
+      if (kAhead == 2 && !ends && !(kMove && step == 2 && half) && (step + 2 < 8 || !last)) fetch(step + 2);
+      if ((kMove && (step + 1) % Shape::kPromote == 0) || ends) {
         wgmma_wait<0>();
         wgmma_fence(part);
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) sum[i] += part[i];
       }
+      if (ends) break;
     }
     if (kMove) release_group(slot);  // else in the next block's first step
     slot = slot + 1 == p.stages ? 0 : slot + 1;
@@ -188,12 +195,13 @@ __device__ __forceinline__ void multiply_tiles(const TileParams& p, int wm, int 
   if constexpr (Shape::kPromoteBlocks == 2) {
 #pragma unroll 1
     for (; block + 2 <= blocks; block += 2) {
-      multiply_block.template operator()<true, false>(false);
-      multiply_block.template operator()<false, true>(block + 2 == blocks);
+      multiply_block.template operator()<true, false>(false, false);
+      multiply_block.template operator()<false, true>(block + 2 == blocks, half && block + 2 == blocks);
     }
   }
 #pragma unroll 1
-  for (; block < blocks; ++block) multiply_block.template operator()<true, true>(block + 1 == blocks);
+  for (; block < blocks; ++block)
+    multiply_block.template operator()<true, true>(block + 1 == blocks, half && block + 1 == blocks);
 }
 
 template <int WM, int WK, int WN, int NT, Weight kWeight>
@@ -233,7 +241,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   const bool meets = sums_apart || Shape::kPair == 2;
   if (meets) cluster_arrive_relaxed();
   if (producer) {
-    if constexpr (Shape::kConsumers == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if constexpr (Shape::kProducers == 4) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (meets) cluster_wait();
     if (threadIdx.x % 32 == 0 && fill.warp < kTileFillers) {
       fill.run();
@@ -248,7 +256,11 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
     }
     return;
   }
-  if constexpr (Shape::kConsumers == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  if constexpr (Shape::kConsumers == 2) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  } else if constexpr (Shape::kProducers == 4) {  // two such CTAs fill an SM's registers
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  }
   if (meets) cluster_wait();
   pdl_wait();
   pdl_trigger();
@@ -256,7 +268,9 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   asm volatile("" ::"l"(p.y), "l"(p.y_stride), "l"(p.m), "r"(p.n), "r"(p.sum_part), "r"(p.sums_offset));
   float sum[Shape::kTokens / 2];
   const int wm = group % WM, wk = WK == 1 ? 0 : group / WM, wn = WN == 1 ? 0 : group / WM;
-  if constexpr (Shape::kSplit) {
+  if constexpr (Shape::kBatches) {
+    multiply_batches<WM, WK, WN, NT, kWeight>(p, wm, wk, wn, memory, sum);
+  } else if constexpr (Shape::kSplit) {
     multiply_terms<WM, WK, WN, NT, kWeight>(p, wm, wk, wn, memory, sum);
   } else {
     multiply_tiles<WM, WK, WN, NT, kWeight>(p, wm, wk, wn, memory, sum);

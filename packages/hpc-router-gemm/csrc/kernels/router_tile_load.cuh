@@ -23,8 +23,11 @@ struct TileShape {
   static constexpr int kRows = 64 * WM;
   static constexpr int kTokens = NT / WN;  // of a consumer
   static constexpr int kConsumers = WM * WK * WN;
-  // With several consumers the producers are a whole warpgroup, so that it can give its registers away.
-  static constexpr int kProducers = kConsumers == 1 ? 2 : 4;  // warps
+  // Products in batches, router_tile_batch.cuh: where registers hold the fragments of two; but two k groups fill each
+  // other's pauses where there are two terms.
+  static constexpr bool kBatches = kFloat && kTokens <= 64 && (kTerms == 3 || (kTerms == 2 && WK == 1));
+  // With several consumers, or batches, the producers are a whole warpgroup, so that it can give its registers away.
+  static constexpr int kProducers = kConsumers == 1 && !kBatches ? 2 : 4;  // warps
   static constexpr int kThreads = 128 * kConsumers + 32 * kProducers;
   static constexpr int kMinCtas = kConsumers == 1 && !(kSplit && kTokens > 104) ? 2 : 1;  // of an SM
   // k16 steps of one accumulator: kPromoteBlocks blocks, or kPromote steps of a block.
@@ -36,7 +39,7 @@ struct TileShape {
   // The same where terms are in memory, in k16 steps.
   static constexpr int kTermPromote = kTerms == 2 ? 16 : 4;
   static constexpr int kTermGroup = kTerms == 2 ? 1 : 4;
-  static constexpr int kBlockK = tile_block_k(WK);  // 8 k16 steps for each consumer
+  static constexpr int kBlockK = kTileBlockK;  // 8 k16 steps of a consumer, or 4 of each of two
   static constexpr int kStageK = tile_stage_k(kRows, WK, NT, kWeight);
   static constexpr int kBlockStages = kBlockK / kStageK;
   static constexpr int kBoxes = kFloat && kStageK == 64 ? 2 : 1;  // of weights in a stage

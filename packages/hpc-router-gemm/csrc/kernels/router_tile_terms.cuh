@@ -71,7 +71,7 @@ __device__ __forceinline__ void multiply_terms(const TileParams& p, int wm, int 
     }
     wgmma_commit();
   };
-  int turns = blocks * (8 / (kStages * kSteps));
+  int turns = blocks * (8 / WK / (kStages * kSteps));
   const auto add = [&](float (&part)[kTokens / 2]) {
     wgmma_fence(part);
 #pragma unroll

@@ -99,7 +99,7 @@ template <Weight kWeight>
 void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
   const int stage_k = tile_stage_k(config.rows, config.k_groups, config.tokens, kWeight);
   const bool paired = kWeight != Weight::kBf16 && !weight_is_split(kWeight) && stage_k == 64 && gemm.k % 32 == 0;
-  const int k_blocks = static_cast<int>(ceil_div(gemm.k, tile_block_k(config.k_groups)));
+  const int k_blocks = static_cast<int>(ceil_div(gemm.k, kTileBlockK));
   TileParams params;
   params.y = gemm.y;
   params.y_stride = gemm.y_stride;

@@ -1,0 +1,119 @@
+// The products of router_tile.cuh for an fp32 weight of two or three terms and few tokens: in batches of 4 k16 steps.
+//
+// Products whose weights come from registers don't overlap with those of an earlier batch: each batch takes some 70
+// cycles more than its products. So all fragments of 4 steps are made while the batch before is multiplied. The order
+// of products and sums, and so each score's bits, is that of multiply_tiles().
+#pragma once
+
+#include "hpc/mbarrier.cuh"
+#include "hpc/wgmma_rs.cuh"
+#include "kernels/router_tile_load.cuh"
+#include "kernels/split.cuh"
+
+namespace hpc::router {
+
+template <int WM, int WK, int WN, int NT, Weight kWeight>
+__device__ __forceinline__ void multiply_batches(const TileParams& p, int wm, int wk, int wn, const TileMemory& memory,
+                                                 float (&sum)[NT / WN / 2]) {
+  using Shape = TileShape<WM, WK, WN, NT, kWeight>;
+  constexpr int kTokens = Shape::kTokens;
+  constexpr int kTerms = Shape::kTerms;
+  constexpr int kSteps = Shape::kStageK / 16 / WK;  // k16 steps of a stage that are this consumer's
+  constexpr int kStages = 4 / kSteps;               // of a batch
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32 % 4;
+  const int t = lane % 4;
+  const int row = 64 * wm + 16 * warp + tile_lane_row<false>(lane);
+  const uint32_t lane_offset =
+      wk * (kSteps / 2) * Shape::kHalfBytes + row * 128 + (((t / 2) ^ (row & 7)) << 4) + (t & 1) * 8;
+  const uint32_t own_tokens = Shape::kWeightBytes + wn * kTokens * Shape::kStageK * 2 + wk * kSteps * 32;
+
+  uint32_t fragments[2][4][kTerms][4];  // of two batches: step, term
+  uint64_t tokens[2][kStages];
+  float2 raw[2][4];
+  uint32_t stage = memory.stages;
+  int slot = 0;  // of the next stage to be read
+  uint32_t phase = 0;
+  int freed = 0;  // the next slot to be given back
+
+  const auto load = [&](int batch, int step) {
+    if (step % kSteps == 0) {
+      mbarrier_wait(memory.full + slot * 8, phase);
+      stage = memory.stages + slot * Shape::kStageBytes;
+      tokens[batch][step / kSteps] = stage_descriptor<Shape::kStageK>(stage + own_tokens);
+      slot = slot + 1 == p.stages ? 0 : slot + 1;
+      if (slot == 0) phase ^= 1;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t half = stage + step % kSteps / 2 * (WM * 64 * 128);
+      raw[step % 2][i] = load_shared_pair(half + (lane_offset ^ ((step % 2 * 2 + i / 2) << 5)) + i % 2 * 1024);
+    }
+  };
+  const auto prepare = [&](int batch) {
+    load(batch, 0);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      if (step < 3) load(batch, step + 1);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t terms[kTerms];
+        split_pair<kTerms>(raw[step % 2][i].x, raw[step % 2][i].y, terms);
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) fragments[batch][step][term][i] = terms[term];
+      }
+    }
+  };
+  float part[kTokens / 2];
+#pragma unroll
+  for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.0f;
+  const auto multiply = [&](int batch, bool fresh) {
+    wgmma_fence(part);
+    wgmma_arrive();
+    const auto one = [&](int step, int term, bool accumulate) {
+      wgmma_rs_bf16<kTokens>(part, fragments[batch][step][term], tokens[batch][step / kSteps] + 2 * (step % kSteps),
+                             accumulate);
+    };
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      one(step, kTerms - 1, !fresh || step > 0);
+      if (kTerms == 3) one(step, 1, true);
+      if (kTerms == 2) one(step, 0, true);
+    }
+    if constexpr (kTerms == 3) {
+#pragma unroll
+      for (int step = 0; step < 4; ++step) one(step, 0, true);
+    }
+    wgmma_commit();
+  };
+  const auto finish = [&](bool move) {
+    wgmma_wait<0>();
+    wgmma_fence(part);
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      if (lane == 0) mbarrier_arrive(memory.empty + freed * 8);
+      freed = freed + 1 == p.stages ? 0 : freed + 1;
+    }
+    if (move) {
+#pragma unroll
+      for (int i = 0; i < kTokens / 2; ++i) sum[i] += part[i];
+    }
+  };
+  const int batches = TileBlocks(p, TilePlace<Shape>::rank()).count * (Shape::kBlockK / (64 * WK));
+  prepare(0);
+#pragma unroll 1
+  for (int i = 0;; i += 2) {
+    const bool one = i + 1 == batches;
+    multiply(0, kTerms == 3 || i % 4 == 0);
+    if (!one) prepare(1);
+    finish(kTerms == 3 || one);
+    if (one) break;
+    const bool last = i + 2 == batches;
+    multiply(1, kTerms == 3);
+    if (!last) prepare(0);
+    finish(kTerms == 3 || last || i % 4 == 2);
+    if (last) break;
+  }
+}
+
+}  // namespace hpc::router
