@@ -142,7 +142,7 @@ RACES = {
     "a merge overwrites one that is still read": Fault(
         "decode.cuh", "merged_ > 0", "false", replace(SMALL, head_dim=64, num_q_heads=32, q_len=2)),
     "a query's fragments are read before they are there": Fault(
-        "decode.cuh", "__syncthreads();\n    } else {", None, TEAMS),
+        "decode.cuh", "wait_for_all();\n    } else {", None, TEAMS),
     "a team's copies and probabilities are not waited for": Fault(
         "decode_team.cuh", "named_barrier_any(1 + team_, kTeamThreads, above)", "above", LONG_TEAMS),
     "a team goes on before its slice has been read": Fault(

@@ -350,7 +350,7 @@ class DecodeWorker {
         own_.store_fragment(warp_, fragment);
         if (t_ == 0) own_.store_factor(kRowTile * warp_ + g_, factor * scale);
       }
-      __syncthreads();
+      wait_for_all();
     } else {
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n) {
@@ -452,8 +452,8 @@ class DecodeWorker {
     }
   }
 
-  // Every warp's results are in the merge buffers. Of teams it waits twice: racecheck takes the first barrier of a
-  // block behind its teams' named ones for none (tests/racecheck_barriers.cu).
+  // What all warps have stored is there. Of teams it waits twice: racecheck takes a barrier of a block behind its
+  // teams' named ones for none (tests/racecheck_barriers.cu).
   __device__ __forceinline__ void wait_for_all() {
     __syncthreads();
     if (kTeams) __syncthreads();
