@@ -3,9 +3,9 @@
 //   nvcc -std=c++20 -gencode arch=compute_90a,code=sm_90a -o barriers racecheck_barriers.cu
 //   compute-sanitizer --tool racecheck ./barriers
 //
-// compute-sanitizer of CUDA 13.0 on an H200: hazards of the store against the load (128 to 640 a launch) in most launches
-// in which a half has passed a barrier of its own; none without such a barrier, and none (of 14 launches, of this and
-// like programs) where the block's barrier is passed twice.
+// compute-sanitizer of CUDA 13.0 on an H200: hazards of the store against the load (128 to 640 a launch) in most
+// launches in which a half has passed a barrier of its own; none without such a barrier, and none (of 12 launches, of
+// this and like programs) where the block's barrier is passed twice.
 #include <cstdio>
 
 template <bool kTwice>
