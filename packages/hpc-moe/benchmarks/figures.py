@@ -65,11 +65,11 @@ def times_of(document: Mapping) -> dict[str, dict[int, dict[str | None, float]]]
             shape, tokens = row["case"].split(" m=")
             cases = times.setdefault(shape, {}).setdefault(int(tokens), {None: floor_of(SHAPES[shape], int(tokens))})
             cases[row["op"]] = row["us"]
-    return times
+    return {shape: dict(sorted(cases.items())) for shape, cases in times.items()}
 
 
 def table(document: Mapping) -> str:
-    """Markdown: microseconds of every case beside its floor."""
+    """Markdown: microseconds of every case beside its floor; a time that the results leave out is empty."""
     kernels = document["build"]["hpc_moe"].get("committed_as") or document["build"]["hpc_moe"]["git"]
     lines = [
         f"Microseconds a call on one {document['device']}, {document['date']}, kernels of {kernels}: CUDA graph",
@@ -81,7 +81,7 @@ def table(document: Mapping) -> str:
     ]
     for shape, cases in times_of(document).items():
         for tokens, us in cases.items():
-            values = " | ".join(f"{us[op]:.1f}" for op, *_ in SERIES)
+            values = " | ".join(f"{us[op]:.1f}" if op in us else "" for op, *_ in SERIES)
             lines.append(f"| {shape} | {tokens:,} | {values} |")
     lines += ["", *(f"`{name}`: {shape.text}." for name, shape in SHAPES.items())]
     return "\n".join(lines)
@@ -128,7 +128,7 @@ def plot(document: Mapping) -> str:
             parts.append(f'<text {place} text-anchor="middle" font-size="9">{tokens}</text>')
         parts.append(f'<rect x="{left}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>')
         for op, _, colour, dashes in SERIES:
-            points = " ".join(f"{x_of(tokens):.1f},{y_of(us[op]):.1f}" for tokens, us in cases.items())
+            points = " ".join(f"{x_of(tokens):.1f},{y_of(us[op]):.1f}" for tokens, us in cases.items() if op in us)
             parts.append(
                 f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2" '
                 f'stroke-dasharray="{dashes}"/>'
