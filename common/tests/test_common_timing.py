@@ -15,6 +15,10 @@ class VirtualClock:
     def __init__(self) -> None:
         self.now = 0.0
         self.timed: list[object] = []
+        self.company: list[bool] = []  # what the next questions are answered
+
+    def alone(self) -> bool:
+        return not self.company.pop(0) if self.company else True
 
     def call(self, name: str, seconds: float, log: list[str]):
         def run() -> None:
@@ -68,6 +72,45 @@ def test_median_ignores_a_slow_round() -> None:
 
     (row,) = measure([Candidate("op", "case", "ours", [call])], replays=1, rounds=5, clock=clock)
     assert row.us == pytest.approx(2.0)
+
+
+def disturbed(company: list[bool], monkeypatch: pytest.MonkeyPatch) -> tuple[float, int, list[float]]:
+    """Measures beside company as listed: microseconds, attempts, pauses. The n-th attempt's calls take n us each."""
+    pauses: list[float] = []
+    monkeypatch.setattr(timing.time, "sleep", pauses.append)
+    clock, calls = VirtualClock(), []
+    clock.company = list(company)
+
+    def call() -> None:
+        calls.append(1)
+        clock.now += 1e-6 * max(1, -(-(len(calls) - 1) // 6))  # the first call prepares; then six an attempt
+
+    (row,) = measure([Candidate("op", "case", "ours", [call])], replays=2, rounds=3, clock=clock)
+    return row.us, (len(calls) - 1) // 6, pauses
+
+
+@pytest.mark.parametrize(
+    ("company", "attempts"),
+    [([], 1), ([True], 2), ([False, True], 2), ([True, False, True, True], 4), ([True, True, False, False], 3)],
+)
+def test_rounds_beside_company_are_measured_again(company: list[bool], attempts: int, monkeypatch) -> None:
+    # An attempt that begins in company isn't asked about its end.
+    us, made, pauses = disturbed(company, monkeypatch)
+    assert made == attempts and us == pytest.approx(attempts) and pauses == [timing.PAUSE_SECONDS] * (attempts - 1)
+
+
+def test_company_that_stays_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(RuntimeWarning, match="something else used the device during op case"):
+        us, made, pauses = disturbed([True] * 8, monkeypatch)
+    assert made == timing.ATTEMPTS and us == pytest.approx(timing.ATTEMPTS) and len(pauses) == timing.ATTEMPTS - 1
+
+
+def test_a_stream_that_takes_longer_than_its_best_has_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = timing.GraphClock("cuda")
+    monkeypatch.setattr(timing, "_probes", {torch.device("cuda"): (None, timing.math.inf)})
+    seconds = iter([2.0, 1.0, 1.0, 1.25, 1.4, 2.0, 2.0, 1.9, 2.1, 0.9, 1.0, 1.0, 1.2, 1.3, 1.4, 9.0, 9.0, 1.15])
+    monkeypatch.setattr(clock, "seconds", lambda one_pass, repeats: next(seconds))
+    assert [clock.alone() for _ in range(6)] == [True, True, False, True, False, True]
 
 
 def test_cpu_clock_times_real_work() -> None:
