@@ -6,15 +6,18 @@ Writes the table between its markers in ../README.md, and results/latency.svg an
 --check writes nothing and exits with 1 where one of them is out of date.
 """
 
+import json
 import math
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from hpc_common.generated import RESULTS_BEGIN, RESULTS_END, between, command
 
 HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "h200.json"
+DECODE = RESULTS.with_name("h200_decode.json")  # few tokens, more sizes
 README = HERE.parent / "README.md"
 
 # (op, provider), heading, colour, dashes
@@ -25,6 +28,12 @@ SERIES = (
     (("router-2", "cuBLAS TF32"), "cuBLAS TF32", "#e08e0b", "6 3"),
     (("router-2", "cuBLAS bf16 (one product)"), "cuBLAS bf16, one product", "#7f8c8d", "2 3"),
 )
+# What a plain streaming kernel takes on an H200 to read so many bytes once, cold: megabytes, microseconds. Between
+# them, and below the first, a line.
+READ = ((1.05, 1.25), (2.1, 1.58), (3.15, 1.91), (4.72, 2.33), (8.4, 3.04), (16.8, 4.94), (33.6, 8.8), (67.1, 16.1))
+TENSOR_FLOPS = 790e12  # of bf16 products, as large ones reach them on that card
+# Times two terms that three may take: where three products take longer than the read of the fp32 weight, and elsewhere.
+ALLOWED = (1.5, 1.15)
 Key = tuple[str, str]
 Values = dict[str, dict[int, dict[Key, float]]]  # by size, M, series
 
@@ -41,7 +50,73 @@ def values_of(document: Mapping, mode: str, name: str) -> Values:
     return values
 
 
-def table(document: Mapping) -> str:
+def read_us(n: int, k: int) -> float:
+    """Microseconds to read an fp32 weight of n x k once."""
+    size = 4e-6 * n * k
+    right = next((i for i in range(1, len(READ)) if READ[i][0] >= size), len(READ) - 1)
+    (x0, y0), (x1, y1) = READ[right - 1 : right + 1]
+    return y0 + (size - x0) * (y1 - y0) / (x1 - x0)
+
+
+def products_us(m: int, n: int, k: int, terms: int = 3) -> float:
+    """Microseconds that the products of so many terms take by arithmetic alone."""
+    return terms * 2e6 * m * n * k / TENSOR_FLOPS
+
+
+def allowed(m: int, n: int, k: int) -> float:
+    """Times two terms that three may take."""
+    return ALLOWED[0] if products_us(m, n, k) > read_us(n, k) else ALLOWED[1]
+
+
+class Ratio(NamedTuple):
+    """Three terms over two in one row, and what is allowed."""
+
+    size: str
+    m: int
+    times: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.size.replace('x', ' x ')}, M = {self.m:,}"
+
+
+def ratios(*results: Values) -> list[Ratio]:
+    """Of every row with both; where several results have a row, the first's."""
+    found: dict[tuple[str, int], Ratio] = {}
+    for size, cases in (item for values in results for item in values.items()):
+        n, k = map(int, size.split("x"))
+        for m, row in cases.items():
+            if ("router-2", "ours") in row and ("router-3", "ours") in row:
+                times = row["router-3", "ours"] / row["router-2", "ours"]
+                found.setdefault((size, m), Ratio(size, m, times, allowed(m, n, k)))
+    return list(found.values())
+
+
+def three_terms(times: Values, few: Values) -> str:
+    """A line: the largest ratio of either kind of row, and the rows that are over what is allowed.
+
+    times: the table's. few: those of few tokens at more sizes, which may be of two terms alone.
+    """
+    rows = ratios(times, few)
+    kinds = []
+    for most, where in zip(ALLOWED, ("longer than the read of the fp32 weight", "no longer than that"), strict=True):
+        kind = [row for row in rows if row.most == most]
+        worst = max(kind, key=lambda row: row.times)
+        kinds.append(
+            f"at most {worst.times:.2f} times as long in the {len(kind)} rows where three products take {where} "
+            f"({most} allowed; {worst})"
+        )
+    more = len(rows) - len(ratios(times))
+    over = "; ".join(f"{row}: {row.times:.2f}" for row in rows if row.times > row.most)
+    return (
+        f"Three terms beside two: {', and '.join(kinds)}. Products by arithmetic at {TENSOR_FLOPS / 1e12:.0f} TFLOP/s, "
+        f"the read as a plain streaming kernel takes it; {len(rows) - more} rows above"
+        + (f" and {more} of `{DECODE.parent.name}/{DECODE.name}`" if more else "")
+        + f". Over what is allowed: {over or 'none'}."
+    )
+
+
+def table(document: Mapping, decode: Mapping) -> str:
     """Markdown: microseconds of every case, and the largest errors."""
     times, errors = values_of(document, "cold", "us"), values_of(document, "error", "largest")
     heads = [heading for _, heading, _, _ in SERIES]
@@ -50,17 +125,20 @@ def table(document: Mapping) -> str:
         "same run (cuBLAS fp32 and TF32 with the cast of the activations); and the largest error against float64 on "
         "standard-normal inputs.",
         "",
-        "| N x K | M | " + " | ".join(heads) + " | faster than fp32 | error: 2 terms | 3 terms | fp32 | TF32 | bf16 |",
-        "|---" * 2 + "|--:" * (len(heads) + 6) + "|",
+        "| N x K | M | "
+        + " | ".join(heads)
+        + " | faster than fp32 | 3 / 2 terms, allowed | error: 2 terms | 3 terms | fp32 | TF32 | bf16 |",
+        "|---" * 2 + "|--:" * (len(heads) + 7) + "|",
     ]
+    more = {(row.size, row.m): f"{row.times:.2f}, {row.most}" for row in ratios(times)}
     for size, cases in times.items():
         for m, row in cases.items():
             us = [f"{row[key]:.1f}" for key, *_ in SERIES]
             gain = row["router-2", "cuBLAS fp32"] / row["router-2", "ours"]
             largest = [f"{errors[size][m][key]:.1e}" for key, *_ in SERIES]
             name = size.replace("x", " x ")
-            lines.append(f"| {name} | {m:,} | " + " | ".join([*us, f"{gain:.1f}x", *largest]) + " |")
-    return "\n".join(lines)
+            lines.append(f"| {name} | {m:,} | " + " | ".join([*us, f"{gain:.1f}x", more[size, m], *largest]) + " |")
+    return "\n".join([*lines, "", three_terms(times, values_of(decode, "cold", "us"))])
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -134,7 +212,7 @@ def outputs(document: Mapping, readme: str) -> dict[pathlib.Path, str]:
     latency = plot(values_of(document, "cold", "us"), f"Latency of router scores, {where}", "microseconds a call, cold")
     error = plot(values_of(document, "error", "largest"), f"Largest error, {where}", "against float64, standard normal")
     return {
-        README: between(readme, RESULTS_BEGIN, RESULTS_END, table(document)),
+        README: between(readme, RESULTS_BEGIN, RESULTS_END, table(document, json.loads(DECODE.read_text()))),
         RESULTS.with_name("latency.svg"): latency,
         RESULTS.with_name("error.svg"): error,
     }

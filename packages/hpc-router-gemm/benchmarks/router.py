@@ -4,7 +4,7 @@
 
 Cold: a pass rotates over buffer sets, one a layer. Peers, in the same rounds: cuBLAS fp32 and TF32 with the cast of the
 activations, and one bf16 product with fp32 output. Errors are against float64 on the first set, standard-normal x and
-weight, at most 1,024 tokens. --decode times M = 1 to 64 at seven model sizes instead. figures.py draws the results.
+weight, at most 1,024 tokens. --decode times M = 1 to 128 at seven model sizes instead. figures.py draws the results.
 """
 
 import argparse
@@ -20,7 +20,7 @@ CASES = {
     (768, 6144): (1, 8, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
 }
 DECODE = ((192, 4096), (384, 3072), (768, 6144), (256, 7168), (128, 2048), (896, 7168), (64, 2048))
-DECODE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+DECODE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 MAX_SETS = 48
 ERROR_TOKENS = 1024
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="write the rows here")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--terms", default="2,3", help="numbers of terms to time")
-    parser.add_argument("--decode", action="store_true", help="M = 1 to 64 at model sizes")
+    parser.add_argument("--decode", action="store_true", help="M = 1 to 128 at model sizes")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)

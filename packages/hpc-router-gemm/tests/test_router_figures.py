@@ -34,3 +34,28 @@ def test_plots_have_every_series_of_every_size(figures: ModuleType) -> None:
 def test_ticks(figures: ModuleType) -> None:
     assert figures._ticks(2, 150) == [2, 5, 10, 20, 50, 100]
     assert [figures._label(tick) for tick in figures._ticks(1e-5, 0.5)] == ["1e-5", "1e-4", "1e-3", "1e-2", "1e-1"]
+
+
+def test_what_three_terms_may_take(figures: ModuleType) -> None:
+    """1.5 times two terms where 6 M N K / 790e12 s exceeds the read of 4 N K bytes, else 1.15."""
+    assert figures.read_us(192, 4096) == pytest.approx(1.91, abs=0.01)  # 3.15 MB
+    assert figures.read_us(768, 6144) == pytest.approx(4.94 + (18.87 - 16.8) / (33.6 - 16.8) * (8.8 - 4.94), abs=0.01)
+    assert figures.read_us(64, 2048) == pytest.approx(1.25 - 0.33 / 2, abs=0.01)  # 0.52 MB, below the first
+    assert figures.read_us(1024, 65536) < figures.read_us(1024, 131072)
+    for n, k, last in ((192, 4096, 319), (384, 3072, 259), (768, 6144, 151), (256, 7168, 203), (896, 7168, 143)):
+        assert (figures.allowed(last, n, k), figures.allowed(last + 2, n, k)) == (1.15, 1.5)
+
+
+def test_rows_over_what_is_allowed_are_named(figures: ModuleType) -> None:
+    def values(size: str, times: dict[int, float]) -> dict:
+        return {size: {m: {("router-2", "ours"): 2.0, ("router-3", "ours"): 2.0 * each} for m, each in times.items()}}
+
+    times = values("768x6144", {64: 1.1, 1024: 1.5})
+    two_terms = {"896x7168": {64: {("router-2", "ours"): 1.0}}}
+    line = figures.three_terms(times, two_terms)
+    assert line.endswith("Over what is allowed: none.") and "2 rows above. " in line
+    assert "1.10 times as long in the 1 rows" in line and "1.50 times as long in the 1 rows" in line
+    line = figures.three_terms(times, {**values("768x6144", {64: 2.0}), **values("256x7168", {1: 1.16})})
+    assert line.endswith("Over what is allowed: 256 x 7168, M = 1: 1.16.")  # the table's own row counts, not the other
+    assert "2 rows above and 1 of `results/h200_decode.json`. " in line
+    assert "768 x 6144, M = 1,024: 1.51" in figures.three_terms(values("768x6144", {64: 1.1, 1024: 1.51}), {})
