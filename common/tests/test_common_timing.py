@@ -2,6 +2,8 @@
 
 import json
 import statistics
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,6 +113,30 @@ def test_a_stream_that_takes_longer_than_its_best_has_company(monkeypatch: pytes
     seconds = iter([2.0, 1.0, 1.0, 1.25, 1.4, 2.0, 2.0, 1.9, 2.1, 0.9, 1.0, 1.0, 1.2, 1.3, 1.4, 9.0, 9.0, 1.15])
     monkeypatch.setattr(clock, "seconds", lambda one_pass, repeats: next(seconds))
     assert [clock.alone() for _ in range(6)] == [True, True, False, True, False, True]
+
+
+def test_replays_queue_behind_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[object] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            events.append("record")
+
+        def synchronize(self) -> None:
+            events.append("synchronize")
+
+        def elapsed_time(self, stop: object) -> float:
+            return 6.0
+
+    cuda = SimpleNamespace(device=lambda device: nullcontext(), Event=Event, _sleep=events.append)
+    clock = timing.GraphClock("cuda")
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=cuda))
+    assert clock.seconds(lambda: events.append("pass"), 3) == pytest.approx(0.006)
+    delay = 3 * timing.HEAD_START_CYCLES
+    assert events == ["pass", delay, "record", "pass", "pass", "pass", "record", "synchronize"]
 
 
 def test_cpu_clock_times_real_work() -> None:
