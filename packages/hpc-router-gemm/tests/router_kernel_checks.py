@@ -261,6 +261,22 @@ def promises() -> Checks:
         yield result(f"written just before {n}x{k} m={m}", ok)
 
 
+def equal_rows_at_every_m() -> Checks:
+    """Equal weight rows in each tile of experts, and at its edges, at every M from 1 to 1,024 and some above."""
+    n, k = 192, 4096
+    weight = torch.randn(n, k, device=DEVICE)
+    twins = [0, 1, 7, 8, 63, 64, 100, 127, 128, 191]
+    weight[twins] = weight[0].clone()
+    x = make_x(4096, k)
+    for terms in (2, 3):
+        split = split_of(weight, terms)
+        different = torch.zeros((), device=DEVICE, dtype=torch.int64)
+        for m in (*range(1, 1025), 1300, 1999, 2048, 4096):
+            y = run(x[:m], weight, terms, split=split)
+            different += (y[:, twins] != y[:, :1]).sum()
+        yield result(f"equal rows at every m terms={terms}", int(different) == 0, different=int(different))
+
+
 def route() -> Checks:
     """The choice of experts: exact ids where raw scores choose; weights against the CPU's."""
     options = [

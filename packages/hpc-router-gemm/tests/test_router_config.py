@@ -127,6 +127,15 @@ def test_sums_apart_have_memory_beside_a_block_of_k(problem: dict, split: int) -
         assert _C.make_config(**problem, **tile).smem_bytes >= 2 * 64 * (256 + 208) + 64 * 104 * 4
 
 
+def test_of_two_token_groups_the_first_has_its_sums_apart() -> None:
+    """64 x 176: a warpgroup has 11 blocks of 64 x 8, of which a rank of three owns 4 at most."""
+    c = _C.choose_config(m=512, n=768, k=6144, presplit=True)
+    assert (c.tokens, c.split, c.stages, c.sums_apart) == (176, 3, 5, True)
+    fields = {"kernel": "tile", "rows": 64, "tokens": 176, "split": 3, "stages": 5, "presplit": True}
+    over_stages = _C.make_config(m=512, n=768, k=6144, **fields)
+    assert c.smem_bytes == over_stages.smem_bytes + 3 * 4 * 64 * 8 * 4
+
+
 @given(problems, st.sampled_from((1, 2, 4, 8)))
 def test_pairs_are_of_two_token_tiles(problem: dict, split: int) -> None:
     """Their CTAs are in one cluster, and a last token tile that is alone has a partner with nothing to store."""

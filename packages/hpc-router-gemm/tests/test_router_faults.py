@@ -57,18 +57,22 @@ def test_r1_a_router_weight_is_updated_by_its_owner(terms: int, device: str) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", GPU_ONLY)
-def test_r1_an_update_reaches_a_graph_captured_before_it(device: str) -> None:
-    x, weight = made(16, 40, 256, device)
-    _, new = made(16, 40, 256, device, seed=1)
-    w = RouterWeight(weight)
-    out = torch.empty((16, 40), device=device)
+@pytest.mark.parametrize("terms", [2, 3])
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 40, 256), (300, 384, 3072), (1024, 192, 4096), (2048, 192, 4096)])
+def test_r1_an_update_reaches_a_graph_captured_before_it(m: int, n: int, k: int, terms: int, device: str) -> None:
+    """With few tokens the graph reads the weight itself, with many its terms."""
+    x, weight = made(m, n, k, device)
+    _, new = made(1, n, k, device, seed=1)
+    w = RouterWeight(weight, terms)
+    out = torch.empty((m, n), device=device)
     router_gemm(x, w, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         router_gemm(x, w, out=out)
-    w.update_(new)
-    graph.replay()
-    assert same_bits(out, router_gemm(x, RouterWeight(new)))
+    for now in (new, weight, new):
+        w.update_(now)
+        graph.replay()
+        assert same_bits(out, router_gemm(x, RouterWeight(now, terms)))
 
 
 # ---- R2, R3: scores rounded to bf16 choose other experts ----

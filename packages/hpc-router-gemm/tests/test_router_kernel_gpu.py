@@ -32,5 +32,9 @@ def test_promises() -> None:
     assert _failures(checks.promises()) == []
 
 
+def test_equal_rows_at_every_m() -> None:
+    assert _failures(checks.equal_rows_at_every_m()) == []
+
+
 def test_choice_of_experts() -> None:
     assert _failures(checks.route()) == []

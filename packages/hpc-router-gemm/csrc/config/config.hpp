@@ -11,47 +11,13 @@
 #include <cstdint>
 #include <span>
 
+#include "config/layout.hpp"
 #include "config/measured.hpp"
 #include "hpc/checks.hpp"
 
 namespace hpc::router {
 
-// The weight as the kernels see it: its element type with the number of bf16 terms an element becomes, or those terms,
-// each a bf16 matrix of its own in memory; pairs of CTAs may copy them for each other.
-enum class Weight { kBf16, kFloat1, kFloat2, kFloat3, kTerms2, kTerms3, kPairedTerms2, kPairedTerms3 };
-
-constexpr bool weight_is_paired(Weight weight) {
-  return weight == Weight::kPairedTerms2 || weight == Weight::kPairedTerms3;
-}
-constexpr bool weight_is_split(Weight weight) {
-  return weight == Weight::kTerms2 || weight == Weight::kTerms3 || weight_is_paired(weight);
-}
-constexpr int weight_terms(Weight weight) {
-  if (weight_is_split(weight)) return weight == Weight::kTerms2 || weight == Weight::kPairedTerms2 ? 2 : 3;
-  return weight == Weight::kBf16 ? 1 : static_cast<int>(weight);
-}
-// Of an element, all its terms together.
-constexpr int weight_bytes(Weight weight) {
-  if (weight_is_split(weight)) return 2 * weight_terms(weight);
-  return weight == Weight::kBf16 ? 2 : 4;
-}
-
 enum class Kernel { kStream, kTile };
-
-constexpr int kMaxCluster = 16;
-constexpr int kPortableCluster = 8;          // more than this needs a GPU that can
-constexpr int kMaxGrid = 65535;              // a grid's y and z
-constexpr int kSmemLimit = 227 * 1024;       // a CTA's, of a GPU of compute capability 9.0
-constexpr int kSmemLimitOfTwo = 113 * 1024;  // for two CTAs of an SM
-
-constexpr int kStreamWarps = 8;
-constexpr int kStreamStepK = 32;
-constexpr int kStreamMaxStages = 8;
-constexpr int kStreamMaxPartK = 256;  // k of one accumulator where the stream kernel does not promote
-
-constexpr int kTileMaxStages = 16;
-// The tile kernel's unit of k. Consumer warpgroups that share it take 64 each.
-constexpr int kTileBlockK = 128;
 
 struct Problem {
   int64_t m = 0;
@@ -72,8 +38,8 @@ struct Config {
   int tokens = 8;    // tokens of it
   int k_groups = 1;  // tile: consumer warpgroups that share the rows and each stage's k
   int split = 1;     // CTAs that share a tile's k
-  // tile: the split's sums have memory of their own, so a rank sends its part when it has it; else they lie over the
-  // stages, once everybody is through with those.
+  // tile: the split's sums (where two warpgroups divide the tokens, the first's) have memory of their own, so a rank
+  // sends its part when it has it; else they lie over the stages, once everybody is through with those.
   bool sums_apart = false;
   bool presplit = false;  // tile: reads the weight's terms instead of the weight
   // tile that reads terms: the CTAs of two neighbouring token tiles take turns to copy a stage's weights to both.
@@ -95,75 +61,6 @@ constexpr int cluster_ctas(const Config& c) {
   return c.split * (c.paired ? 2 : 1);
 }
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
-// Shared memory. The kernels take their layout from the same functions.
-
-// Whether the stream kernel moves the tensor cores' sums to fp32 sums at every step: always but for large tiles and two
-// terms. It decides a score's last bits.
-constexpr bool stream_promotes(int rows, int tokens, Weight weight) {
-  return weight_terms(weight) != 2 || rows * tokens <= 16 * 32;
-}
-
-// One warp's stage: weights, then 16 bytes a lane for 8 tokens.
-constexpr int stream_weight_bytes(int rows, Weight weight) {
-  return rows * kStreamStepK * weight_bytes(weight);
-}
-constexpr int stream_stage_bytes(int rows, int tokens, Weight weight) {
-  return stream_weight_bytes(rows, weight) + tokens * kStreamStepK * 2;
-}
-// The warps' partial sums lie over their stages.
-constexpr int stream_slot_offset(int rows, int tokens, Weight weight, int stages) {
-  const int fifo = kStreamWarps * stages * stream_stage_bytes(rows, tokens, weight);
-  const int partials = kStreamWarps * rows * tokens * 4;
-  return fifo > partials ? fifo : partials;
-}
-// Partial sums received from a cluster, in parts of whole float4.
-constexpr int stream_slot_bytes(int rows, int tokens, int split) {
-  return split > 1 ? split * static_cast<int>(ceil_div(rows * tokens / 4, split)) * 16 : 0;
-}
-constexpr int stream_smem_bytes(int rows, int tokens, Weight weight, int stages, int split) {
-  return stream_slot_offset(rows, tokens, weight, stages) + stream_slot_bytes(rows, tokens, split) + 16;
-}
-
-// k of a stage. Tiles of one warpgroup have small stages: few large ones wait for each other. Terms do not: a row of 64
-// bytes takes the copy engine as long as one of 128.
-constexpr int tile_stage_k(int rows, int k_groups, int tokens, Weight weight) {
-  if (weight_is_split(weight)) return 64;
-  const int most = weight == Weight::kFloat3 ? 104 : 128;  // registers: 64 x 128 by three terms would spill
-  const bool small = rows == 64 && k_groups == 1 && tokens >= 64 && tokens <= most;
-  return small && weight != Weight::kBf16 ? 32 : 64;
-}
-// Whole units of the swizzles' 1,024 bytes.
-constexpr int tile_stage_bytes(int rows, int k_groups, int tokens, Weight weight) {
-  return (tile_stage_k(rows, k_groups, tokens, weight) * (rows * weight_bytes(weight) + tokens * 2) + 1023) / 1024 *
-         1024;
-}
-// Stages of a block of k. The fewest that work are those of 8 k16 steps of a consumer: some are read while others are
-// multiplied.
-constexpr int tile_block_stages(int rows, int k_groups, int tokens, Weight weight) {
-  return kTileBlockK / tile_stage_k(rows, k_groups, tokens, weight);
-}
-// Blocks of 64 rows x 8 tokens that one rank of a split sum owns at most.
-constexpr int kSumBlockBytes = 64 * 8 * 4;
-constexpr int tile_sum_part(int rows, int tokens, int split) {
-  return static_cast<int>(ceil_div(rows / 64 * (tokens / 8), split));
-}
-constexpr int tile_sum_bytes(int rows, int tokens, int split) {
-  return split == 1 ? 0 : split * tile_sum_part(rows, tokens, split) * kSumBlockBytes;
-}
-// Stages, full and empty barriers and one for the sums; 1,024 bytes to align the stages. Sums lie over the stages, or
-// behind the barriers.
-constexpr int kTileBarrierBytes = (2 * kTileMaxStages + 2) * 8;
-constexpr int tile_sums_offset(int rows, int k_groups, int tokens, Weight weight, int stages) {
-  return stages * tile_stage_bytes(rows, k_groups, tokens, weight) + kTileBarrierBytes;
-}
-constexpr int tile_smem_bytes(int rows, int k_groups, int tokens, Weight weight, int stages) {
-  return tile_sums_offset(rows, k_groups, tokens, weight, stages) + 1024;
-}
-
 // The tiles that are compiled.
 struct StreamTile {
   int rows, tokens;
@@ -171,8 +68,7 @@ struct StreamTile {
 struct WgmmaTile {
   int rows, k_groups, tokens;
   int terms = 3;  // the most it is compiled for: where registers would spill, fewer
-  // Consumer warpgroups that share the rows and divide the tokens.
-  constexpr int token_groups() const { return rows == 64 && k_groups == 1 && tokens > 128 ? 2 : 1; }
+  constexpr int token_groups() const { return tile_token_groups(rows, k_groups, tokens); }
   // With one warpgroup two CTAs fit on an SM.
   constexpr bool light() const { return rows == 64 && k_groups == 1 && token_groups() == 1; }
 };
@@ -228,7 +124,7 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   const auto smem = [&](int s) {
     return stream ? stream_smem_bytes(c.rows, c.tokens, weight, s, c.split)
                   : tile_smem_bytes(c.rows, c.k_groups, c.tokens, weight, s) +
-                        (c.sums_apart ? tile_sum_bytes(c.rows, c.tokens, c.split) : 0);
+                        (c.sums_apart ? tile_sum_bytes(c.rows, c.k_groups, c.tokens, c.split) : 0);
   };
   const int block_stages = stream ? 1 : tile_block_stages(c.rows, c.k_groups, c.tokens, weight);
   const int least = c.k_groups * block_stages;
@@ -243,7 +139,8 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   c.smem_bytes = smem(c.stages);
   if (c.stages > limit || c.smem_bytes > kSmemLimit) return "stages that fit in shared memory";
   if (c.stages < least) return "the stages of 8 steps of a consumer";
-  const int sum_bytes = stream || c.sums_apart ? 0 : tile_sum_bytes(c.rows, c.tokens, c.split);
+  const int over_stages = tile_token_groups(c.rows, c.k_groups, c.tokens) - c.sums_apart;  // token groups' sums
+  const int sum_bytes = stream ? 0 : over_stages * tile_sum_bytes(c.rows, c.k_groups, c.tokens, c.split);
   if (sum_bytes > c.stages * tile_stage_bytes(c.rows, c.k_groups, c.tokens, weight)) {
     return "stages that can hold the sums of a split";
   }

@@ -31,8 +31,8 @@ struct TileParams {
   int weight_columns;  // of one weight copy: 64 where k is a multiple of 32 (fp32), else one 128-byte box
   int l2_prefetch;     // 1: what the first stages don't hold is brought to L2 before the predecessor has ended
   int split;           // CTAs of a cluster that share a tile, each with a part of the k blocks
-  int sum_blocks;      // of a split sum that a rank owns at least: the first `sum_extra` ranks have one more; see
-  int sum_extra;       // router_tile.cuh
+  int sum_blocks;      // of a token group's split sum that a rank owns at least: the first `sum_extra` ranks have one
+  int sum_extra;       // more; see router_tile_sum.cuh
   int sums_offset;     // of a split's sums from the stages: 0 where they lie over these, else behind the barriers
   int sum_part;        // blocks that a rank owns at most
   int n;

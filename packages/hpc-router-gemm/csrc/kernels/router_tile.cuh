@@ -19,7 +19,7 @@
 // Sum     router_tile_sum.cuh: over the k groups in shared memory, then over the cluster (cluster.cuh) by ascending
 //         ranks. Both lie over the stages: a cluster barrier after the products says that nobody needs them any more.
 //         With sums_offset those of the cluster have memory of their own: a rank sends when it has finished, whoever
-//         still multiplies.
+//         still multiplies. Of two token groups the first's have: they are sent while the second still multiplies.
 // PDL     before pdl_wait() the first stages' weights are requested where params.prefetch allows it, and what follows
 //         is brought to L2 where params.l2_prefetch says so, x too: that reads nothing, so it may still be written.
 #pragma once
@@ -230,9 +230,12 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
     if (producer) {
       if (fill.warp < kTileFillers) fill.start();
     } else if (warp == 0 && p.split > 1) {
-      mbarrier_init(memory.sums_barrier, 1);
       const int owned = p.sum_blocks + (rank < p.sum_extra);
-      mbarrier_arrive_expect_tx(memory.sums_barrier, owned * (p.split - 1) * kSumBlockBytes);
+#pragma unroll
+      for (int i = 0; i < WN; ++i) {
+        mbarrier_init(memory.sums_barrier + i * 8, 1);
+        mbarrier_arrive_expect_tx(memory.sums_barrier + i * 8, owned * (p.split - 1) * kSumBlockBytes);
+      }
       mbarrier_init_fence();
     }
   }
@@ -250,7 +253,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
       pdl_trigger();
     }
     __syncwarp();
-    if (!sums_apart && p.split > 1) {
+    if ((!sums_apart || WN == 2) && p.split > 1) {
       cluster_arrive_relaxed();
       cluster_wait();
     }

@@ -1,9 +1,10 @@
 // The end of router_tile.cuh: what a consumer warpgroup does with its sums.
 //
 // A block is 64 rows x 8 tokens, one float4 (quad) a thread: {row, token}, {row, token + 1}, {row + 8, token}, {row +
-// 8, token + 1}. Block index: row group * NT / 8 + token block. In a split sum block b is rank b % split's, its block
-// b / split; every rank sends it there, the owner adds them in the order of ranks and stores. There a thread has four
-// rows of one token instead, so that 16 bytes are stored at once and 16 threads store 256 in a row.
+// 8, token + 1}. Block index, in each token group: row group * NT / 8 + token block. In a split sum block b is rank
+// b % split's, its block b / split; every rank sends it there, the owner adds them in the order of ranks and stores.
+// There a thread has four rows of one token instead, so that 16 bytes are stored at once and 16 threads store 256 in a
+// row.
 #pragma once
 
 #include "hpc/cluster.cuh"
@@ -118,8 +119,9 @@ struct TileEnd {
   static constexpr int kPartner = WK == 1 ? 0 : kGroup / WM;                          // of the k groups
   static constexpr int kTokenBlock = WN == 1 ? 0 : kGroup / WM * Shape::kTokens / 8;  // first of the sums'
   static constexpr int kBlocks = Shape::kTokens / 8;
-  static constexpr int kTileBlocks = WM * NT / 8;
-  static constexpr int kFirst = kRowGroup * (NT / 8) + kTokenBlock;
+  static constexpr int kSumBlocks = WM * kBlocks;  // of a split sum, and the first of them
+  static constexpr int kFirst = kRowGroup * kBlocks;
+  static constexpr int kTokenGroup = WN == 1 ? 0 : kGroup / WM;
   // The blocks that are this consumer's when the k groups have exchanged theirs.
   static constexpr int kBegin = WK == 2 && kPartner == 1 ? kBlocks / 2 : 0;
   static constexpr int kEnd = WK == 2 && kPartner == 0 ? kBlocks / 2 : kBlocks;
@@ -180,12 +182,16 @@ struct TileEnd {
       }
       return;
     }
-    // Everybody has finished with its stages (relaxed: they were only read), and its barrier exists.
-    if (p.sums_offset == 0) {
-      cluster_arrive_relaxed();
-      cluster_wait();
-    }
-    const RowStore store(p, row0, Shape::kRows, token0, thread);
+    // Everybody has finished with its stages (relaxed: they were only read), and its barrier exists. Where the first
+    // token group's sums lie apart it need not wait for that.
+    const bool apart = p.sums_offset > 0;
+    if (!apart || WN == 2) cluster_arrive_relaxed();
+    if (!apart || kTokenGroup == 1) cluster_wait();
+    add_ranks(RowStore(p, row0, Shape::kRows, token0, thread), sum);
+    if (apart && WN == 2 && kTokenGroup == 0) cluster_wait();
+  }
+
+  __device__ __forceinline__ void add_ranks(const RowStore& store, float (&sum)[Shape::kTokens / 2]) const {
     if (store.vector) {
       if (split_is(2)) return sum_split<2>(store, sum);
       if constexpr (WN == 2) {
@@ -199,6 +205,13 @@ struct TileEnd {
     }
     sum_any_split(store, sum);
   }
+
+  // Where this token group's sums lie, and the barrier that counts them.
+  __device__ __forceinline__ uint32_t sums(uint32_t part_bytes) const {
+    if (WN == 1 || kTokenGroup == 0) return memory.stages + p.sums_offset;
+    return memory.stages + (p.sums_offset > 0 ? 0 : p.split * part_bytes);
+  }
+  __device__ __forceinline__ uint32_t barrier() const { return memory.sums_barrier + kTokenGroup * 8; }
 
   // Compares one by one: the compiler would make a jump of them whose table it reads from memory that is not cached.
   __device__ __forceinline__ bool split_is(int split) const {
@@ -230,16 +243,16 @@ struct TileEnd {
   // The common splits, of tiles without a row outside.
   template <int kSplit>
   __device__ __forceinline__ void sum_split(const RowStore& store, const float (&sum)[Shape::kTokens / 2]) const {
-    constexpr int kPartBytes = (kTileBlocks + kSplit - 1) / kSplit * kSumBlockBytes;
+    constexpr int kPartBytes = (kSumBlocks + kSplit - 1) / kSplit * kSumBlockBytes;
     constexpr int kMost = (kEnd - kBegin + kSplit - 1) / kSplit;  // blocks of a rank
     const int rank = Place::rank();
-    const uint32_t sums = memory.stages + p.sums_offset;
+    const uint32_t sums = this->sums(kPartBytes);
     const uint32_t mine = sums + quad_offset(thread) + rank * kPartBytes;
 #pragma unroll
     for (int b = kBegin; b < kEnd; ++b) {
       const int owner = (kFirst + b) % kSplit;
-      send_quad(owner == rank, mine + (kFirst + b) / kSplit * kSumBlockBytes, memory.sums_barrier,
-                Place::cluster_rank(owner), quad(sum, b));
+      send_quad(owner == rank, mine + (kFirst + b) / kSplit * kSumBlockBytes, barrier(), Place::cluster_rank(owner),
+                quad(sum, b));
     }
     named_barrier_sync(2 + kGroup, 128);  // other threads read what this one wrote of this rank's own blocks
     const int first = kBegin + (rank + kSplit - (kFirst + kBegin) % kSplit) % kSplit;
@@ -248,7 +261,7 @@ struct TileEnd {
     float* const target = store.at(kRowGroup, kTokenBlock + first);
     const int64_t next = 8 * kSplit * store.stride;
     const RowOffset offset = row_offset(thread);
-    mbarrier_wait(memory.sums_barrier, 0);
+    mbarrier_wait(barrier(), 0);
     float4 parts[kMost][kSplit];
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
@@ -271,14 +284,13 @@ struct TileEnd {
     const int rank = Place::rank();
     const int split = p.split;
     const uint32_t part_bytes = p.sum_part * kSumBlockBytes;
-    const uint32_t sums = memory.stages + p.sums_offset;
+    const uint32_t sums = this->sums(part_bytes);
     const uint32_t mine = sums + quad_offset(thread) + rank * part_bytes;
     int owner = (kFirst + kBegin) % split;
     int index = (kFirst + kBegin) / split;
 #pragma unroll
     for (int b = kBegin; b < kEnd; ++b) {
-      send_quad(owner == rank, mine + index * kSumBlockBytes, memory.sums_barrier, Place::cluster_rank(owner),
-                quad(sum, b));
+      send_quad(owner == rank, mine + index * kSumBlockBytes, barrier(), Place::cluster_rank(owner), quad(sum, b));
       if (++owner == split) owner = 0, ++index;
     }
     int b = kBegin + (rank + split - (kFirst + kBegin) % split) % split;
@@ -286,7 +298,7 @@ struct TileEnd {
     named_barrier_sync(2 + kGroup, 128);
     if (b >= kEnd) return;
     const RowOffset offset = row_offset(thread);
-    mbarrier_wait(memory.sums_barrier, 0);
+    mbarrier_wait(barrier(), 0);
 #pragma unroll 1
     for (; b < kEnd; b += split, source += kSumBlockBytes) {
       float4 v = load_rows(source, offset);

@@ -108,9 +108,10 @@ void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
   params.k_blocks = k_blocks / config.split;
   params.k_extra = k_blocks % config.split;
   params.split = config.split;
-  params.sum_part = tile_sum_part(config.rows, config.tokens, config.split);
-  params.sum_blocks = config.rows / 64 * (config.tokens / 8) / config.split;
-  params.sum_extra = config.rows / 64 * (config.tokens / 8) % config.split;
+  const int sum_blocks = tile_sum_blocks(config.rows, config.k_groups, config.tokens);
+  params.sum_part = tile_sum_part(config.rows, config.k_groups, config.tokens, config.split);
+  params.sum_blocks = sum_blocks / config.split;
+  params.sum_extra = sum_blocks % config.split;
   params.sums_offset =
       config.sums_apart ? tile_sums_offset(config.rows, config.k_groups, config.tokens, kWeight, config.stages) : 0;
   params.weight_columns = paired ? 64 : 128 / weight_bytes(kWeight);
