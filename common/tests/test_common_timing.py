@@ -217,3 +217,12 @@ def test_graph_clock_replays_what_was_captured() -> None:
     sleep = clock.prepare([lambda: torch.cuda._sleep(1_000_000)])
     few, many = (statistics.median(clock.seconds(sleep, n) for _ in range(3)) for n in (2, 20))
     assert many > 5 * few
+
+
+@pytest.mark.gpu
+def test_a_prepared_pass_keeps_its_memory() -> None:
+    """What only the captured calls hold is not given back while the pass is there."""
+    one_pass = timing.GraphClock("cuda").prepare([lambda buffer=torch.zeros(1 << 24, device="cuda"): buffer.add_(1)])
+    torch.cuda.empty_cache()
+    one_pass()
+    torch.cuda.synchronize()
