@@ -222,7 +222,9 @@ def test_graph_clock_replays_what_was_captured() -> None:
 @pytest.mark.gpu
 def test_a_prepared_pass_keeps_its_memory() -> None:
     """What only the captured calls hold is not given back while the pass is there."""
-    one_pass = timing.GraphClock("cuda").prepare([lambda buffer=torch.zeros(1 << 24, device="cuda"): buffer.add_(1)])
+    buffer = torch.zeros(1 << 24, device="cuda")
+    one_pass = timing.GraphClock("cuda").prepare([lambda buffer=buffer: buffer.add_(1)])
+    del buffer
     torch.cuda.empty_cache()
     one_pass()
     torch.cuda.synchronize()
