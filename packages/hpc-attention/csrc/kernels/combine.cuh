@@ -6,9 +6,6 @@
 // of a vector are added: in pairs within a warp, then the warps in their order. Order and shares depend on the numbers
 // of pieces of the plan's pairs, in batch-invariant plans on the pair's own number alone.
 //
-// Rehearsal: before the wait a CTA goes once through what it will do, without a load from or a store to global memory,
-// so that its instructions have been fetched when it counts.
-//
 // Programmatic launch: both kernels of decode let their successor go at once, before they wait (the attention kernel
 // only where it may start early itself, so never right behind a plan.update). What starts early behind decode may so
 // run beside what came before decode; it must not read before its own wait what a kernel before decode writes. The wait
@@ -183,10 +180,10 @@ __device__ __forceinline__ void load_pieces(const float4* outputs, const float4*
 }
 
 // Adds one part of a row tile of a pair, kLoads pieces a thread at once. Everything that does not depend on partial
-// results comes before the wait. As a rehearsal it loads and stores nothing, and doesn't wait.
+// results comes before the wait.
 template <int kDim, int kLoads>
 __device__ __forceinline__ void combine_part(const DecodeParams& p, const CombineJob& job, const CombineUnit& unit,
-                                             CombineBuffer& buffer, bool rehearsal, bool& waited) {
+                                             CombineBuffer& buffer, bool& waited) {
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const int32_t shares = 1 << unit.form.log_shares, vectors = kCombineThreads >> unit.form.log_shares;
   const int32_t share = thread / vectors, position = unit.part * vectors + thread % vectors, t = position & 3;
@@ -199,11 +196,11 @@ __device__ __forceinline__ void combine_part(const DecodeParams& p, const Combin
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int32_t piece = base + shares * i;
-      rows[i] = !rehearsal && to.any[0] && piece < job.pieces ? job.distance(piece) * p.row_tiles : -1;
+      rows[i] = to.any[0] && piece < job.pieces ? job.distance(piece) * p.row_tiles : -1;
     }
   };
   find(share);
-  if (!rehearsal && !waited) {
+  if (!waited) {
     pdl_wait();
     waited = true;
   }
@@ -238,7 +235,7 @@ __device__ __forceinline__ void combine_part(const DecodeParams& p, const Combin
       add_result(o, ml, buffer.o[i + thread], buffer.ml[i + thread]);
     }
   }
-  store_result(p, to, job.kv_head, o, ml, !rehearsal);
+  store_result(p, to, job.kv_head, o, ml);
 }
 
 // Zeros and lse -inf for requests without tokens; a CTA a request, all heads.
@@ -268,21 +265,16 @@ __global__ void __launch_bounds__(kCombineThreads, 6) combine_kernel(const __gri
   pdl_trigger();
   const DecodeHeader header = *p.header;
   const CombineUnits units = count_units<kDim>(p, header);
-  bool waited = false, rehearsal = true;
+  bool waited = false;
 #pragma unroll 1
   for (auto unit = static_cast<int32_t>(blockIdx.x); unit < units.count; unit += static_cast<int32_t>(gridDim.x)) {
     const CombineUnit place = find_unit<kDim>(p, header, unit, units.log_most);
     const CombineJob job = combine_job(p, header, place.index);
     if (job.pieces == 0) continue;
-#pragma unroll 1
-    for (;;) {  // the first time twice
-      if (units.log_most == 1) {
-        combine_part<kDim, 2>(p, job, place, buffer, rehearsal, waited);
-      } else {
-        combine_part<kDim, kCombineLoads>(p, job, place, buffer, rehearsal, waited);
-      }
-      if (!rehearsal) break;
-      rehearsal = false;
+    if (units.log_most == 1) {
+      combine_part<kDim, 2>(p, job, place, buffer, waited);
+    } else {
+      combine_part<kDim, kCombineLoads>(p, job, place, buffer, waited);
     }
   }
   // Of CTAs without work one waits, for the kernel's end is the attention kernel's too; the others leave their SMs.
