@@ -11,6 +11,15 @@ from hpc_sglang import plugin
 from hpc_sglang.record import Record, record
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Engines that the session's tests ask for run from now on, beside the tests before theirs."""
+    marked = [(item, mark.args[0]) for item in session.items if (mark := item.get_closest_marker("engine"))]
+    if marked and not session.config.option.collectonly:
+        ahead = marked[0][0].module.ahead
+        session.config.add_cleanup(ahead.stop)
+        ahead.start([name for _, name in marked])
+
+
 @pytest.fixture(scope="session")
 def plugged() -> Record:
     """The process's record after the plugin registered, as SGLang has it do first thing in every process."""
