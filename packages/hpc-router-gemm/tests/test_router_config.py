@@ -149,3 +149,19 @@ def test_measured_rows_for_pairs() -> None:
         c = _C.choose_config(m=m, n=n, k=k, presplit=True)
         assert (c.paired, c.tokens, c.split) == (True, tokens, split) and c.ctas <= 120  # resident in clusters of 4, 8
         assert not _C.choose_config(m=m, n=n, k=k).paired
+
+
+def test_measured_rows_of_three_terms() -> None:
+    """Three terms have Configs of their own where those of two would take too long, with the terms in memory or not."""
+    for m, n, k, tile, split in (
+        (1, 896, 7168, (32, 1, 8), 6),
+        (48, 256, 7168, (64, 2, 48), 16),
+        (96, 256, 7168, (64, 2, 32), 8),
+        (128, 256, 7168, (64, 2, 48), 8),
+        (96, 768, 6144, (64, 1, 96), 8),
+        (128, 896, 7168, (64, 1, 128), 8),
+    ):
+        for presplit in (False, True):
+            c = _C.choose_config(m=m, n=n, k=k, terms=3, presplit=presplit)
+            assert (c.rows, c.k_groups, c.tokens) == tile and c.split == split and not c.presplit
+            assert c.ctas <= 132 or c.kernel == "stream"  # one wave of an H200

@@ -75,8 +75,7 @@ constexpr int stream_smem_bytes(int rows, int tokens, Weight weight, int stages,
 // bytes takes the copy engine as long as one of 128.
 constexpr int tile_stage_k(int rows, int k_groups, int tokens, Weight weight) {
   if (weight_is_split(weight)) return 64;
-  const int most = weight == Weight::kFloat3 ? 104 : 128;  // registers: 64 x 128 by three terms would spill
-  const bool small = rows == 64 && k_groups == 1 && tokens >= 64 && tokens <= most;
+  const bool small = rows == 64 && k_groups == 1 && tokens >= 64 && tokens <= 128;
   return small && weight != Weight::kBf16 ? 32 : 64;
 }
 // Whole units of the swizzles' 1,024 bytes.

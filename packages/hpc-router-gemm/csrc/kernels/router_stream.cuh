@@ -32,6 +32,10 @@ template <int R, int NB, Weight kWeight>
 struct StreamShape {
   static constexpr int kTerms = weight_terms(kWeight);
   static constexpr bool kPromote = stream_promotes(16 * R, 8 * NB, kWeight);
+  // Three terms, few rows and tokens: all of a stage is read, and the stage given back, before the weights are split;
+  // and products of the rows are issued in turn, for each waits for the one before it on its sum.
+  static constexpr bool kEarly = weight_terms(kWeight) == 3 && R <= 2 && NB == 1;
+  static constexpr int kMinCtas = kEarly && R == 2 ? 2 : 0;  // of an SM: registers that fit; 0: as the compiler finds
   static constexpr int kRows = 16 * R;
   static constexpr int kTokens = 8 * NB;
   static constexpr int kWeightBytes = stream_weight_bytes(kRows, kWeight);  // a stage of one warp
@@ -137,6 +141,25 @@ struct StreamSource {
   }
 };
 
+// Four fp32 weights of one row half, for one of a step's instructions.
+template <int Terms>
+__device__ __forceinline__ void split_quad(uint4 v, int eight, uint32_t (&a)[Terms][4]) {
+  uint32_t first[Terms], second[Terms];
+  split_pair<Terms>(__uint_as_float(v.x), __uint_as_float(v.y), first);
+  split_pair<Terms>(__uint_as_float(v.z), __uint_as_float(v.w), second);
+#pragma unroll
+  for (int term = 0; term < Terms; ++term) {
+    a[term][eight] = first[term];
+    a[term][2 + eight] = second[term];
+  }
+}
+
+// Where a lane's weights of 16 fp32 rows are, of the rows' first half.
+__device__ __forceinline__ uint32_t weight_quad(uint32_t rows16, int lane, int half) {
+  const int g = lane / 4;
+  return rows16 + g * 128 + (((2 * (lane % 4) + half) ^ (g & 1)) << 4);
+}
+
 // The A fragments of 16 rows for both instructions of a step: a[half][term].
 template <Weight kWeight, int Terms>
 __device__ __forceinline__ void load_weight_fragments(uint32_t rows16, int lane, uint32_t (&a)[2][Terms][4]) {
@@ -146,29 +169,20 @@ __device__ __forceinline__ void load_weight_fragments(uint32_t rows16, int lane,
     a[0][0][0] = low.x, a[0][0][1] = high.x, a[0][0][2] = low.y, a[0][0][3] = high.y;
     a[1][0][0] = low.z, a[1][0][1] = high.z, a[1][0][2] = low.w, a[1][0][3] = high.w;
   } else {
-    const int g = lane / 4;
-    const int t = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t address = rows16 + g * 128 + (((2 * t + half) ^ (g & 1)) << 4);
+      const uint32_t address = weight_quad(rows16, lane, half);
 #pragma unroll
       for (int eight = 0; eight < 2; ++eight) {
-        const uint4 v = load_shared_16(address + eight * 1024);
-        uint32_t first[Terms], second[Terms];
-        split_pair<Terms>(__uint_as_float(v.x), __uint_as_float(v.y), first);
-        split_pair<Terms>(__uint_as_float(v.z), __uint_as_float(v.w), second);
-#pragma unroll
-        for (int term = 0; term < Terms; ++term) {
-          a[half][term][eight] = first[term];
-          a[half][term][2 + eight] = second[term];
-        }
+        split_quad<Terms>(load_shared_16(address + eight * 1024), eight, a[half]);
       }
     }
   }
 }
 
 template <int R, int NB, Weight kWeight>
-__global__ void __launch_bounds__(kStreamThreads) router_stream_kernel(const StreamParams p) {
+__global__ void __launch_bounds__(kStreamThreads, StreamShape<R, NB, kWeight>::kMinCtas)
+    router_stream_kernel(const StreamParams p) {
   using Shape = StreamShape<R, NB, kWeight>;
   constexpr int kTerms = Shape::kTerms;
   extern __shared__ __align__(1024) uint8_t smem_raw[];
@@ -229,25 +243,50 @@ __global__ void __launch_bounds__(kStreamThreads) router_stream_kernel(const Str
     uint4 xs[NB];
 #pragma unroll
     for (int b = 0; b < NB; ++b) xs[b] = load_shared_16(stage + Shape::kWeightBytes + b * 512 + lane * 16);
+    const auto refill = [&] {
+      __syncwarp();  // all lanes have read the stage
+      if (i + p.stages < count) {
+        const int k0 = (begin + i + p.stages) * kStreamStepK;
+        source.copy_weight(stage, k0);
+        source.copy_x(stage, k0, lane);
+      }
+      cp_async_commit();
+    };
+    if constexpr (Shape::kEarly) {
+      uint4 raw[R][2][2];
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      uint32_t a[2][kTerms][4];
-      load_weight_fragments<kWeight, kTerms>(stage + r * (Shape::kWeightBytes / R), lane, a);
+      for (int j = 0; j < 4 * R; ++j) {
+        const uint32_t address = weight_quad(stage + j / 4 * (Shape::kWeightBytes / R), lane, j / 2 % 2);
+        raw[j / 4][j / 2 % 2][j % 2] = load_shared_16(address + j % 2 * 1024);
+      }
+      refill();
+      uint32_t a[R][2][kTerms][4];
+#pragma unroll
+      for (int j = 0; j < 4 * R; ++j) {
+        split_quad<kTerms>(raw[j / 4][j / 2 % 2][j % 2], j % 2, a[j / 4][j / 2 % 2]);
+      }
 #pragma unroll
       for (int term = kTerms - 1; term >= 0; --term) {
 #pragma unroll
-        for (int b = 0; b < NB; ++b) mma_bf16(sum[r][b], a[0][term], xs[b].x, xs[b].y);
+        for (int r = 0; r < R; ++r) mma_bf16(sum[r][0], a[r][0][term], xs[0].x, xs[0].y);
 #pragma unroll
-        for (int b = 0; b < NB; ++b) mma_bf16(sum[r][b], a[1][term], xs[b].z, xs[b].w);
+        for (int r = 0; r < R; ++r) mma_bf16(sum[r][0], a[r][1][term], xs[0].z, xs[0].w);
       }
+    } else {
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        uint32_t a[2][kTerms][4];
+        load_weight_fragments<kWeight, kTerms>(stage + r * (Shape::kWeightBytes / R), lane, a);
+#pragma unroll
+        for (int term = kTerms - 1; term >= 0; --term) {
+#pragma unroll
+          for (int b = 0; b < NB; ++b) mma_bf16(sum[r][b], a[0][term], xs[b].x, xs[b].y);
+#pragma unroll
+          for (int b = 0; b < NB; ++b) mma_bf16(sum[r][b], a[1][term], xs[b].z, xs[b].w);
+        }
+      }
+      refill();
     }
-    __syncwarp();  // all lanes have read the stage
-    if (i + p.stages < count) {
-      const int k0 = (begin + i + p.stages) * kStreamStepK;
-      source.copy_weight(stage, k0);
-      source.copy_x(stage, k0, lane);
-    }
-    cp_async_commit();
     if (++slot == p.stages) {
       slot = 0;
       stage = fifo;

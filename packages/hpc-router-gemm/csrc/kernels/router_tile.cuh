@@ -10,12 +10,12 @@
 //         this one still works.
 // Stages  k = 64 or 32 each: weight rows (fp32: boxes of 32 columns) in the 128-byte swizzle, and token rows in the
 //         swizzle of their width.
-// Weight  fp32 or bf16: read and split by the consumers, as here, or, for few tokens, in batches of 4 steps:
-//         router_tile_batch.cuh. Terms in memory: router_tile_terms.cuh.
+// Weight  fp32 or bf16: read and split by the consumers, as here, or in batches of 2 or 4 steps: router_tile_batch.cuh.
+//         Terms in memory: router_tile_terms.cuh.
 // Math    k16 steps. While a step's products run, the weights of the next are split and those after it read. Smaller
 //         terms come first: in each step, or, with three terms, in each group of 4. The tensor core truncates each sum,
 //         so the accumulator is moved to an ordinary fp32 sum, and restarted, every 16 of a consumer's steps for two
-//         terms, else every 4; where registers are short, groups of 2 and every 2.
+//         terms, else every 4.
 // Sum     router_tile_sum.cuh: over the k groups in shared memory, then over the cluster (cluster.cuh) by ascending
 //         ranks. Both lie over the stages: a cluster barrier after the products says that nobody needs them any more.
 //         With sums_offset those of the cluster have memory of their own: a rank sends when it has finished, whoever

@@ -1,8 +1,10 @@
-// The products of router_tile.cuh for an fp32 weight of two or three terms and few tokens: in batches of 4 k16 steps.
+// The products of router_tile.cuh for an fp32 weight in batches: of three terms for up to 128 tokens of a consumer, of
+// two for few.
 //
 // Products whose weights come from registers don't overlap with those of an earlier batch: each batch takes some 70
-// cycles more than its products. So all fragments of 4 steps are made while the batch before is multiplied. The order
-// of products and sums, and so each score's bits, is that of multiply_tiles().
+// cycles more than its products. So all fragments of 4 k16 steps, or, where registers are short, of 2, are made while
+// the batch before is multiplied. The order of products and sums, and so each score's bits, is that of
+// multiply_tiles(): groups of 4 steps, of which the second batch of 2 has the products of the first term.
 #pragma once
 
 #include "hpc/mbarrier.cuh"
@@ -19,7 +21,7 @@ __device__ __forceinline__ void multiply_batches(const TileParams& p, int wm, in
   constexpr int kTokens = Shape::kTokens;
   constexpr int kTerms = Shape::kTerms;
   constexpr int kSteps = Shape::kStageK / 16 / WK;  // k16 steps of a stage that are this consumer's
-  constexpr int kStages = 4 / kSteps;               // of a batch
+  constexpr int kStages = 4 / kSteps;               // of a group
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % 4;
   const int t = lane % 4;
@@ -28,7 +30,16 @@ __device__ __forceinline__ void multiply_batches(const TileParams& p, int wm, in
       wk * (kSteps / 2) * Shape::kHalfBytes + row * 128 + (((t / 2) ^ (row & 7)) << 4) + (t & 1) * 8;
   const uint32_t own_tokens = Shape::kWeightBytes + wn * kTokens * Shape::kStageK * 2 + wk * kSteps * 32;
 
-  uint32_t fragments[2][4][kTerms][4];  // of two batches: step, term
+  // Fragments of two batches, in turn. Those of the first term are kept to the end of their group of 4 steps; in
+  // batches of 2 the group's second one needs no turn of its own.
+  constexpr int kBatch = Shape::kBatchSteps;
+  constexpr int kParts = 4 / kBatch;  // batches of a group
+  uint32_t others[2][kBatch][kTerms - 1][4];
+  uint32_t first[kParts == 1 ? 8 : 6][4];
+  const auto turn = [](int group, int step) { return kParts == 1 ? group : step / kBatch; };
+  const auto first_index = [](int group, int step) {
+    return kParts == 1 ? 4 * group + step : step < 2 ? 2 * group + step : 2 + step;
+  };
   uint64_t tokens[2][kStages];
   float2 raw[2][4];
   uint32_t stage = memory.stages;
@@ -36,11 +47,11 @@ __device__ __forceinline__ void multiply_batches(const TileParams& p, int wm, in
   uint32_t phase = 0;
   int freed = 0;  // the next slot to be given back
 
-  const auto load = [&](int batch, int step) {
+  const auto load = [&](int group, int step) {
     if (step % kSteps == 0) {
       mbarrier_wait(memory.full + slot * 8, phase);
       stage = memory.stages + slot * Shape::kStageBytes;
-      tokens[batch][step / kSteps] = stage_descriptor<Shape::kStageK>(stage + own_tokens);
+      tokens[group][step / kSteps] = stage_descriptor<Shape::kStageK>(stage + own_tokens);
       slot = slot + 1 == p.stages ? 0 : slot + 1;
       if (slot == 0) phase ^= 1;
     }
@@ -50,41 +61,52 @@ __device__ __forceinline__ void multiply_batches(const TileParams& p, int wm, in
       raw[step % 2][i] = load_shared_pair(half + (lane_offset ^ ((step % 2 * 2 + i / 2) << 5)) + i % 2 * 1024);
     }
   };
-  const auto prepare = [&](int batch) {
-    load(batch, 0);
+  const auto prepare = [&](int group, int from) {  // the batch that begins at step `from`
+    load(group, from);
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      if (step < 3) load(batch, step + 1);
+    for (int step = from; step < from + kBatch; ++step) {
+      if (step + 1 < from + kBatch) load(group, step + 1);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint32_t terms[kTerms];
         split_pair<kTerms>(raw[step % 2][i].x, raw[step % 2][i].y, terms);
+        first[first_index(group, step)][i] = terms[0];
 #pragma unroll
-        for (int term = 0; term < kTerms; ++term) fragments[batch][step][term][i] = terms[term];
+        for (int term = 1; term < kTerms; ++term) others[turn(group, step)][step % kBatch][term - 1][i] = terms[term];
       }
     }
   };
   float part[kTokens / 2];
 #pragma unroll
   for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.0f;
-  const auto multiply = [&](int batch, bool fresh) {
-    wgmma_fence(part);
+  const auto multiply = [&](int group, int from, bool fresh) {
+    if (from == 0) wgmma_fence(part);
     wgmma_arrive();
-    const auto one = [&](int step, int term, bool accumulate) {
-      wgmma_rs_bf16<kTokens>(part, fragments[batch][step][term], tokens[batch][step / kSteps] + 2 * (step % kSteps),
-                             accumulate);
+    const auto one = [&](int step, const uint32_t (&weights)[4], bool accumulate) {
+      wgmma_rs_bf16<kTokens>(part, weights, tokens[group][step / kSteps] + 2 * (step % kSteps), accumulate);
     };
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      one(step, kTerms - 1, !fresh || step > 0);
-      if (kTerms == 3) one(step, 1, true);
-      if (kTerms == 2) one(step, 0, true);
+    for (int step = from; step < from + kBatch; ++step) {
+      const int batch = turn(group, step);
+      one(step, others[batch][step % kBatch][kTerms - 2], !fresh || step > 0);
+      if constexpr (kTerms == 3) one(step, others[batch][step % kBatch][0], true);
+      if (kTerms == 2) one(step, first[first_index(group, step)], true);
     }
-    if constexpr (kTerms == 3) {
+    if (kTerms == 3 && from + kBatch == 4) {
 #pragma unroll
-      for (int step = 0; step < 4; ++step) one(step, 0, true);
+      for (int step = 0; step < 4; ++step) one(step, first[first_index(group, step)], true);
     }
     wgmma_commit();
+  };
+  // The products of a group, while what follows is prepared.
+  const auto run = [&](int group, bool fresh, bool more) {
+    multiply(group, 0, fresh);
+    if constexpr (kParts == 2) {
+      prepare(group, 2);
+      multiply(group, 2, fresh);
+      wgmma_wait<1>();
+    }
+    if (more) prepare(1 - group, 0);
   };
   const auto finish = [&](bool move) {
     wgmma_wait<0>();
@@ -99,18 +121,16 @@ __device__ __forceinline__ void multiply_batches(const TileParams& p, int wm, in
       for (int i = 0; i < kTokens / 2; ++i) sum[i] += part[i];
     }
   };
-  const int batches = TileBlocks(p, TilePlace<Shape>::rank()).count * (Shape::kBlockK / (64 * WK));
-  prepare(0);
+  const int groups = TileBlocks(p, TilePlace<Shape>::rank()).count * (Shape::kBlockK / (64 * WK));
+  prepare(0, 0);
 #pragma unroll 1
   for (int i = 0;; i += 2) {
-    const bool one = i + 1 == batches;
-    multiply(0, kTerms == 3 || i % 4 == 0);
-    if (!one) prepare(1);
+    const bool one = i + 1 == groups;
+    run(0, kTerms == 3 || i % 4 == 0, !one);
     finish(kTerms == 3 || one);
     if (one) break;
-    const bool last = i + 2 == batches;
-    multiply(1, kTerms == 3);
-    if (!last) prepare(0);
+    const bool last = i + 2 == groups;
+    run(1, kTerms == 3, !last);
     finish(kTerms == 3 || last || i % 4 == 2);
     if (last) break;
   }

@@ -25,17 +25,17 @@ struct TileShape {
   static constexpr int kConsumers = WM * WK * WN;
   // Products in batches, router_tile_batch.cuh: where registers hold the fragments of two; but two k groups fill each
   // other's pauses where there are two terms.
-  static constexpr bool kBatches = kFloat && kTokens <= 64 && (kTerms == 3 || (kTerms == 2 && WK == 1));
+  static constexpr bool kBatches =
+      kFloat && ((kTerms == 3 && kTokens <= 128) || (kTerms == 2 && kTokens <= 64 && WK == 1));
+  static constexpr int kBatchSteps = kTokens <= 64 ? 4 : 2;  // k16 steps of one
   // With several consumers, or batches, the producers are a whole warpgroup, so that it can give its registers away.
   static constexpr int kProducers = kConsumers == 1 && !kBatches ? 2 : 4;  // warps
   static constexpr int kThreads = 128 * kConsumers + 32 * kProducers;
   static constexpr int kMinCtas = kConsumers == 1 && !(kSplit && kTokens > 104) ? 2 : 1;  // of an SM
   // k16 steps of one accumulator: kPromoteBlocks blocks, or kPromote steps of a block.
   static constexpr int kPromoteBlocks = kTerms == 2 ? 2 : 1;
-  // One consumer and three terms by 128 tokens: groups of two, or registers would spill.
-  static constexpr bool kShort = kTerms == 3 && kConsumers == 1 && kTokens == 128;
-  static constexpr int kPromote = kTerms == 2 ? 8 : kShort ? 2 : 4;
-  static constexpr int kGroup = kTerms == 3 ? (kShort ? 2 : 4) : 1;  // k16 steps whose smaller terms come first
+  static constexpr int kPromote = kTerms == 2 ? 8 : 4;
+  static constexpr int kGroup = kTerms == 3 ? 4 : 1;  // k16 steps whose smaller terms come first
   // The same where terms are in memory, in k16 steps.
   static constexpr int kTermPromote = kTerms == 2 ? 16 : 4;
   static constexpr int kTermGroup = kTerms == 2 ? 1 : 4;
