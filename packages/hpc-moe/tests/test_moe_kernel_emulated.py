@@ -49,7 +49,7 @@ FAULTS = {
     ),
     13: ("s.rows[last % 2]", "s.rows[emulation::fault == 13 ? 0 : last % 2]"),
     # The reduction drops a line that has not been read.
-    14: ("discard_line(y + at[i] + half", "discard_line(y + at[i] + (emulation::fault == 14) * p.hidden + half"),
+    14: ("static_cast<int64_t>(read) *", "static_cast<int64_t>(emulation::fault == 14 && read ? read - 1 : read) *"),
     # Panels: the first one's weights; their scales; the place in out; that in shared_output.
     15: ("w2) + first * row_bytes", "w2) + (emulation::fault == 15 ? 0 : first) * row_bytes"),
     16: ("p.w_scale += static_cast", "if (emulation::fault != 16) p.w_scale += static_cast"),
@@ -61,6 +61,11 @@ FAULTS = {
     22: ("1, rows - tile.rows)", "1, emulation::fault == 22 ? 0 : rows - tile.rows)"),
     19: ("second = tile.rows - tile.width;", "second = emulation::fault == 19 ? 0 : tile.rows - tile.width;"),
     20: ("T::kOddHalves ? units(at) : 1", "T::kOddHalves ? (emulation::fault == 20 ? kHalfUnit : units(at)) : 1"),
+    # Short rows: a line comes twice; odd rows are multiplied as even ones; h has its first columns twice; so do scales.
+    31: ("row + 4 * u, j, policy", "row + 4 * u, emulation::fault == 31 && j == 1 ? 0 : j, policy"),
+    32: ("m * (kShortK / 32) + step;", "(emulation::fault == 32 ? 0 : m) * (kShortK / 32) + step;"),
+    33: ("barrier, 128, row", "barrier, emulation::fault == 33 ? 0 : 128, row"),
+    34: ("scales + g * T::kWidth", "scales + (emulation::fault == 34 ? 0 : g) * T::kWidth"),
     11: ("weight_scales[first + m]", "weight_scales[emulation::fault == 11 ? 0 : first + m]"),
 }
 ROUTING = (6, 7)
@@ -70,6 +75,7 @@ FAULTY = (
     "tensor,300,2,3,256,256,4,random,0,128,clusters",
     "block,300,2,3,256,256,4,random,0,128,clusters",
     "block,300,2,3,1024,192,2,random,1,128,clusters",
+    "block,40,2,3,256,192,2,random,0,32",
 )
 CASES = (
     "tensor,9,2,3,256,192,2,random,0,32",

@@ -42,6 +42,9 @@ constexpr int64_t kRowsFor32 = 22, kRowsFor64 = 48;  // most rows an expert, on 
 // for kKeptPairs pairs of 128 columns of H (or fewer, which divide them).
 constexpr int32_t kKeptColumns = 256, kKeptPairs = 4;
 
+// I for which down takes two rows of w2 as whole lines, in token tiles of at most 64 rows.
+constexpr int32_t kShortColumns = 192;
+
 // Bytes of y, as expected, that the reduction drops from L2 where weights leave it first (kMid): they would be written
 // to memory beside the next call's weights. Of more, most have been written before they are read.
 constexpr int64_t kDiscardFrom = 6 << 20, kDiscardTo = 80 << 20;
@@ -115,6 +118,7 @@ struct Config {
   bool few;               // low: kernels of few pairs, which quantise x and h in each CTA
   bool up_clusters;       // the gate-up kernel's CTAs share weights by twos
   bool down_clusters;     // the down kernel's
+  bool short_rows;        // down: the kernel for rows of w2 of kShortColumns, a task a stage
   int32_t kept_pairs;     // down: pairs of 128 columns of H for which rows of h stay in shared memory; 0: they do not
   bool discard;           // the reduction drops y from L2 once read
   int32_t panel_columns;  // of H, for which down and the reduction run; the last panel has no more. H: one panel
@@ -288,6 +292,7 @@ inline Config make_config(const Problem& p) {
     for (c.kept_pairs = kKeptPairs; p.hidden / 256 % c.kept_pairs; --c.kept_pairs) {
     }
   }
+  c.short_rows = !low && p.quant != Quant::kNone && p.intermediate == kShortColumns && c.rule.max_rows <= 64;
   const int64_t y_bytes = expected_y_bytes(p, c.chunk_rows);
   c.discard =
       c.panel_columns < p.hidden || (c.regime == Regime::kMid && y_bytes >= kDiscardFrom && y_bytes <= kDiscardTo);

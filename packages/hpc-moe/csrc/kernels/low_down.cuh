@@ -16,11 +16,15 @@
 
 namespace hpc::moe {
 
-template <Quant kQuant, bool kHalf, int kFragments, bool kFew>
+// kThree: I is a multiple of 192, and a slot holds 192 of K, by block with three scale groups: whole lines of
+// neighbouring rows come together.
+template <Quant kQuant, bool kHalf, int kFragments, bool kFew, bool kThree = false>
 struct LowDown {
+  static_assert(!kThree || (kHalf && !kFew));
   static constexpr bool kBlock = kQuant == Quant::kBlock;
-  static constexpr int kScaleBytes = 64;  // a warp's slot: 8 rows of h, weights
-  static constexpr int kColumns = 16 * kFragments, kChunks = kHalf ? 1 : 2;
+  static constexpr int kColumns = 16 * kFragments, kChunks = kThree ? 3 : kHalf ? 1 : 2;
+  static constexpr int kScaleGroups = kThree ? 3 : 1;    // of a slot
+  static constexpr int kScaleBytes = kThree ? 128 : 64;  // a warp's slot: 8 rows of h, for each group; weights
   static constexpr int kWeights = kFragments * kChunks * 2, kVectors = kWeights + (kFew ? 0 : kChunks);
   static constexpr int kPitch = kColumns * 2 + 4;  // bytes of a row of y, padded against conflicts
   static constexpr int kSumBytes = kLowWarps * kFragments * 512;
@@ -86,11 +90,14 @@ struct LowDown {
     if constexpr (!kFew) {
       s.h = static_cast<const uint8_t*>(p.h_quant) + static_cast<int64_t>(tile.row + row) * p.intermediate + 16 * t;
     }
-    if (kBlock && lane == 8) {
-      s.weight_scale = p.w2_scale + (static_cast<int64_t>(tile.expert) * (p.hidden / 128) + column / 128) * groups;
+    // Lanes 8 i to 8 i + 7 bring row scales of a slot's group i, those from 8 kScaleGroups on the weights'.
+    const int in_slot = lane / 8 < kScaleGroups ? lane / 8 : lane - 8 * kScaleGroups;
+    if (kBlock && lane >= 8 * kScaleGroups && in_slot < kScaleGroups) {
+      s.weight_scale = p.w2_scale + in_slot +
+                       (static_cast<int64_t>(tile.expert) * (p.hidden / 128) + column / 128) * (groups * kScaleGroups);
     }
-    if (kBlock && !kFew && lane < tile.rows) {
-      s.row_scale = p.h_scale + static_cast<int64_t>(tile.row + lane) * groups;
+    if (kBlock && !kFew && lane < 8 * kScaleGroups && lane % 8 < tile.rows) {
+      s.row_scale = p.h_scale + in_slot + static_cast<int64_t>(tile.row + lane % 8) * (groups * kScaleGroups);
     }
     return s;
   }
@@ -107,7 +114,7 @@ struct LowDown {
       }
     }
     if constexpr (kBlock) {
-      if (s.weight_scale) cp_async4(scale_at(ring) + 32, s.weight_scale + group, 4);
+      if (s.weight_scale) cp_async4(scale_at(ring) + lane * 4, s.weight_scale + group * kScaleGroups, 4);
     }
   }
 
@@ -117,7 +124,7 @@ struct LowDown {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) cp_async16(ring.at(kWeights + c), h + c * 64, s.bytes);
     if constexpr (kBlock) {
-      if (s.row_scale) cp_async4(scale_at(ring) + lane * 4, s.row_scale + group, 4);
+      if (s.row_scale) cp_async4(scale_at(ring) + lane * 4, s.row_scale + group * kScaleGroups, 4);
     }
   }
 
@@ -136,7 +143,9 @@ struct LowDown {
   __device__ __forceinline__ void multiply(const Ring& ring, const InShared& shared, int group,
                                            float (&acc)[kFragments][4]) const {
     LowFragment fragment[kChunks];
-    float first = 1.0f, second = 1.0f;  // scales of rows 2 t and 2 t + 1
+    float first[kScaleGroups], second[kScaleGroups];  // scales of rows 2 t and 2 t + 1
+#pragma unroll
+    for (int c = 0; c < kScaleGroups; ++c) first[c] = second[c] = 1.0f;
     if constexpr (kFew) {
       load_staged<kChunks>(shared.h + group * 64 * kChunks, fragment);
     } else {
@@ -144,11 +153,14 @@ struct LowDown {
     }
     if constexpr (kBlock) {
       const uint32_t at = scale_at(ring);
-      first = lds_float(kFew ? shared.scale[0] + group * 4 : at + 8 * (lane % 4));
-      second = lds_float(kFew ? shared.scale[1] + group * 4 : at + 8 * (lane % 4) + 4);
-      const float weight = lds_float(at + 32);
-      first *= weight;
-      second *= weight;
+#pragma unroll
+      for (int c = 0; c < kScaleGroups; ++c) {
+        first[c] = lds_float(kFew ? shared.scale[0] + group * 4 : at + 32 * c + 8 * (lane % 4));
+        second[c] = lds_float(kFew ? shared.scale[1] + group * 4 : at + 32 * c + 8 * (lane % 4) + 4);
+        const float weight = lds_float(at + 32 * kScaleGroups + 4 * c);
+        first[c] *= weight;
+        second[c] *= weight;
+      }
     }
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
@@ -157,8 +169,13 @@ struct LowDown {
       for (int c = 0; c < kChunks; ++c) multiply_rows(ring, (f * kChunks + c) * 2, fragment[c], part[c]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float sum = part[0][i] + (kChunks == 2 ? part[kChunks - 1][i] : 0.0f);
-        acc[f][i] = fmaf(sum, i % 2 ? second : first, acc[f][i]);
+        if constexpr (kThree) {
+#pragma unroll
+          for (int c = 0; c < kChunks; ++c) acc[f][i] = fmaf(part[c][i], i % 2 ? second[c] : first[c], acc[f][i]);
+          continue;
+        }
+        const float sum = part[0][i] + (kChunks == 2 ? part[1 % kChunks][i] : 0.0f);
+        acc[f][i] = fmaf(sum, i % 2 ? second[0] : first[0], acc[f][i]);
       }
     }
   }
@@ -312,11 +329,11 @@ struct LowDown {
   }
 };
 
-template <class Id, Quant kQuant, bool kHalf, int kFragments, bool kFew>
-__global__ void __launch_bounds__(kLowThreads, LowDown<kQuant, kHalf, kFragments, kFew>::kCtas)
+template <class Id, Quant kQuant, bool kHalf, int kFragments, bool kFew, bool kThree = false>
+__global__ void __launch_bounds__(kLowThreads, LowDown<kQuant, kHalf, kFragments, kFew, kThree>::kCtas)
     low_down_kernel(const __grid_constant__ LowParams p, int splits) {
   extern __shared__ __align__(128) uint8_t smem[];
-  using Down = LowDown<kQuant, kHalf, kFragments, kFew>;
+  using Down = LowDown<kQuant, kHalf, kFragments, kFew, kThree>;
   auto& route = *reinterpret_cast<LowRoute*>(smem + Down::kRouteAt);
   auto* weights = reinterpret_cast<float*>(smem + Down::kWeightsAt);
 #pragma unroll 2
@@ -331,7 +348,7 @@ __global__ void __launch_bounds__(kLowThreads, LowDown<kQuant, kHalf, kFragments
             shared_address(smem),
             static_cast<int>(threadIdx.x) / 32,
             static_cast<int>(threadIdx.x) % 32,
-            p.intermediate / (kHalf ? 64 : 128),
+            p.intermediate / (64 * Down::kChunks),
             splits};
   down.run();
 }

@@ -69,19 +69,18 @@ __global__ void __launch_bounds__(kReduceThreads, 4) reduce_kernel(const ReduceP
     while (live) {
       uint4 raw[kAhead][2];
       float of[kAhead];
-      int64_t at[kAhead];
       const int count = min(kAhead, __popc(live));
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (i >= count) continue;
         const int slot = __ffs(static_cast<int>(live)) - 1;
         live &= live - 1;
-        at[i] = static_cast<int64_t>(__shfl_sync(~0u, own_row, slot)) * p.hidden;
+        const int64_t at = static_cast<int64_t>(__shfl_sync(~0u, own_row, slot)) * p.hidden;
         of[i] = __shfl_sync(~0u, own_weight, slot);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (column + half * kReduceHalf < p.hidden) {
-            raw[i][half] = *reinterpret_cast<const uint4*>(y + at[i] + half * kReduceHalf);
+            raw[i][half] = *reinterpret_cast<const uint4*>(y + at + half * kReduceHalf);
           }
         }
       }
@@ -96,15 +95,15 @@ __global__ void __launch_bounds__(kReduceThreads, 4) reduce_kernel(const ReduceP
           for (int c = 0; c < 8; ++c) sum[half][c] = fmaf(of[i], v[c], sum[half][c]);
         }
       }
-      if constexpr (kDiscard) {
-        __syncwarp();  // all lanes have read
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          if (i >= count || lane % 8) continue;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            if (column + half * kReduceHalf < p.hidden) discard_line(y + at[i] + half * kReduceHalf);
-          }
+    }
+    if constexpr (kDiscard) {  // a lane a line of a row
+      __syncwarp();            // all lanes have read
+      const int line = column - lane * 8 + lane % 8 * 64;
+#pragma unroll 1
+      for (int from = 0; from < p.top_k; from += 4) {
+        const int32_t read = __shfl_sync(~0u, own_row, from + lane / 8);
+        if (read >= 0 && line < p.hidden) {
+          discard_line(static_cast<const __nv_bfloat16*>(p.y) + static_cast<int64_t>(read) * p.hidden + line);
         }
       }
     }

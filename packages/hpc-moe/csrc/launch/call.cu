@@ -127,9 +127,13 @@ void run_panels(const Call& c, const Config& config, const GemmParams& down, con
   const int64_t rows = static_cast<int64_t>(c.num_local) * c.hidden;
   for (int32_t first = 0; first < c.hidden; first += config.panel_columns) {
     const int32_t columns = std::min(config.panel_columns, c.hidden - first);
-    if (c.kernels & 4u) {
-      const CUtensorMap map =
-          down_weight_map(panel_weights(c.w2, down.k_bytes, first), rows - first, down.k_bytes, as_m);
+    const uint8_t* w2 = panel_weights(c.w2, down.k_bytes, first);
+    if ((c.kernels & 4u) && config.short_rows) {
+      const CUtensorMap map = down_short_map(w2, rows - first, down.k_bytes);
+      launch_down_short(c.quant, map, h_map, panel_of(down, c.quant, first, columns), config.rule.max_rows,
+                        config.down_grid, stream);
+    } else if (c.kernels & 4u) {
+      const CUtensorMap map = down_weight_map(w2, rows - first, down.k_bytes, as_m);
       launch_down(c.quant, half, map, h_map, panel_of(down, c.quant, first, columns), as_m, config.down_clusters,
                   config.rule.max_rows, config.down_grid, stream);
     }

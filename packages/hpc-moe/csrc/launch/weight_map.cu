@@ -51,6 +51,17 @@ CUtensorMap down_weight_map(const void* w2, int64_t rows, int64_t row_bytes, boo
   return make_tensor_map("w2", w2, CU_TENSOR_MAP_DATA_TYPE_UINT8, spec, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
+// The lines of 128 bytes of two rows each: line j of rows 32 w + 4 g + 2 h and the next as coordinates (g, h, w, j); a
+// copy brings line j of 128 rows: w < 4.
+CUtensorMap down_short_map(const void* w2, int64_t rows, int64_t row_bytes) {
+  const auto bytes = static_cast<uint64_t>(row_bytes);
+  TensorMapSpec<5> spec;
+  spec.shape = {128, 8, 2, static_cast<uint64_t>(rows) / 32, bytes / 64};
+  spec.stride = {4 * bytes, 2 * bytes, 32 * bytes, 128};
+  spec.box = {128, 8, 2, 4, 1};
+  return make_tensor_map("w2", w2, CU_TENSOR_MAP_DATA_TYPE_UINT8, spec, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
 // Rows of h; a copy brings kRowsBox.
 CUtensorMap down_row_map(const void* h, int64_t rows, int64_t row_bytes) {
   TensorMapSpec<2> spec;

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "kernels/down.cuh"
+#include "kernels/down_short.cuh"
 #include "layer.hpp"
 
 namespace {
@@ -81,7 +82,25 @@ struct Run : Layer {
     };
     emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] { of_down(down_map, down); });
     bad += check_y() + check_out();
-    return bad + check_panels(of_down, down, kQuant, false);
+    bad += check_panels(of_down, down, kQuant, false);
+    if constexpr (kFp8 && kWidth < 128) {
+      if (c.inter == kShortK && !c.tokens_are_m) bad += check_short<kQuant, kWidth>(down, h_map);
+    }
+    return bad;
+  }
+
+  // Short rows: the same bits, where the other kernel does not promote per tensor.
+  template <Quant kQuant, int kWidth>
+  int check_short(GemmParams down, const CUtensorMap& h_map) {
+    const auto of_down = [&](const CUtensorMap& of, const GemmParams& p) {
+      down_short_kernel<kQuant, kWidth>(of, h_map, p);
+    };
+    const std::vector<uint8_t> want = y;
+    y.assign(y.size(), 0xFF);
+    emulation::run(static_cast<unsigned>(c.grid), kShortThreads, [&] { of_down(short_map(), down); });
+    int bad = check_y() + check_out();
+    for (size_t i = 0; i < y.size() && !(kQuant == Quant::kTensor && c.promoted); ++i) bad += y[i] != want[i];
+    return bad + check_panels(of_down, down, kQuant, false, kShortThreads, true);
   }
 
   template <Quant kQuant, bool kHalf>

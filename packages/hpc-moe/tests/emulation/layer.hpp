@@ -154,6 +154,14 @@ struct Layer {
               : as_map({w, {k, 8, 2, all / 32, 2}, {1, 4 * k, k, 32 * k, 2 * k}, {128, 8, 2, 4, 2}});
   }
 
+  // Down's of short rows, from column `first` on.
+  CUtensorMap short_map(int first = 0) const {
+    const auto k = static_cast<uint64_t>(c.inter);
+    const auto all = static_cast<uint64_t>(c.experts * c.hidden - first);
+    const uint8_t* w = panel_weights(w2.data(), c.inter, first);
+    return as_map({w, {128, 8, 2, all / 32, k / 64}, {1, 4 * k, 2 * k, 32 * k, 128}, {128, 8, 2, 4, 1}});
+  }
+
   CUtensorMap half_map() const {
     const auto k = static_cast<uint64_t>(c.hidden * element), inter = static_cast<uint64_t>(c.inter);
     return as_map({w13.data(), {k, 8, 2, w13.size() / k / 8, 1}, {1, k, inter * k, 8 * k, 0}, {128, 8, 2, 4, 1}});
@@ -282,9 +290,10 @@ struct Layer {
   }
 
   // Down and the reduction in panels of 256 and 512 columns, in a place for one, as launch/call.cu has them: the same
-  // bits. `down`: the kernel, of a map and parameters.
+  // bits. `down`: the kernel, of a map and parameters; `threads` of a CTA; `lines`: its map is short_map().
   template <class Down>
-  int check_panels(Down down, const GemmParams& whole, Quant quant, bool of_two) {
+  int check_panels(Down down, const GemmParams& whole, Quant quant, bool of_two, int threads = kGemmThreads,
+                   bool lines = false) {
     int bad = 0;
     const std::vector<uint8_t> want = out;
     for (const int columns : {256, 512}) {
@@ -297,8 +306,8 @@ struct Layer {
         GemmParams d = panel_of(whole, quant, first, own);
         d.out = place.data();
         d.pairs = 1;
-        const CUtensorMap of = map(false, first);
-        emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] { down(of, d); }, of_two);
+        const CUtensorMap of = lines ? short_map(first) : map(false, first);
+        emulation::run(static_cast<unsigned>(c.grid), threads, [&] { down(of, d); }, of_two);
         ReduceParams r = panel_of(reduce_params(), first, own);
         r.y = place.data();
         reduce(r);

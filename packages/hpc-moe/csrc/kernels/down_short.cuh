@@ -1,0 +1,238 @@
+// Down kernel for short rows of w2 (I of kShortK), in token tiles of 32 or 64 rows with weights as M: y = h * w2^T for
+// every row, bf16; what down.cuh's kernel does, with the same bits.
+//
+// A row of w2 is 192 bytes. In boxes of 128 bytes of K a task takes two stages, the second half empty, and two rows
+// five requests for their three lines. Here a stage is all of K: the 384 bytes of rows 2 p and 2 p + 1 of w2 come as
+// three whole lines, line j of all pairs p side by side. Even and odd rows are an m64 tile each: K of the even ones is
+// line 0 and the first half of line 1, of the odd ones the second half of line 1 and line 2. A step of 32 of K lies in
+// one line, and wgmma takes any step of any row of 128 bytes: the same products in the same order.
+//
+// Grid: one CTA an SM, persistent. 288 threads: two consumer warpgroups with a unit (128 columns of H) each; one
+// producer warp, which finds tasks (grouped_tasks.cuh), one a lane. The lane that found a task brings its weights,
+// each lane 8 rows of h and (block) scales. Shared memory: stages (48 KB of weights; the first 128 bytes of the rows of
+// h; their last 64, as rows of 128), scales of each, published tasks, barriers: full[s] (the bringing lane's arrival
+// and bytes; block: one arrival a lane, when its scales have landed), empty[s] (one a consumer warp). The tensor map
+// puts weight row 32 w + 4 g + 2 h + m of a unit at row 16 w + 8 h + g of tile m: a thread (warp w, lane group g) has
+// four neighbouring columns of each of its tokens, as in down.cuh. PDL: reads the index and fills its stages with
+// weights before it waits for h.
+#pragma once
+
+#include "kernels/grouped_consume.cuh"
+#include "kernels/grouped_tasks.cuh"
+
+namespace hpc::moe {
+
+constexpr int kShortK = kShortColumns, kShortLines = 3, kShortGroups = 3, kShortThreads = kConsumers + 32;
+constexpr int kShortUnitBytes = 128 * kShortK;
+
+template <int kWidth, bool kBlock>
+struct ShortSmem {
+  static_assert(kWidth == 32 || kWidth == 64);
+  static constexpr int kStages = kWidth == 64 ? 3 : 4;
+  static constexpr int kScales = kShortGroups * kWidth + 8;  // floats: rows [group][width], weights [group][unit]
+  static constexpr int kRows = 2 * kShortUnitBytes, kBytes = kRows + 2 * kWidth * 128;
+  alignas(1024) uint8_t stage[kStages][kBytes];
+  alignas(16) float scale[kBlock ? kStages : 1][kBlock ? kScales : 1];
+  alignas(16) TurnTask turns[kTurns];
+  alignas(8) uint64_t full[kStages];
+  uint64_t empty[kStages];
+};
+template <int kWidth, bool kBlock>
+constexpr int kShortSmemBytes = sizeof(ShortSmem<kWidth, kBlock>) + 1024;
+static_assert(kShortSmemBytes<32, true> <= 232448 && kShortSmemBytes<64, true> <= 232448, "227 KB a CTA");
+
+template <class T>
+__device__ __forceinline__ void produce_short(const GemmParams& p, const CUtensorMap* map, const CUtensorMap* h_map,
+                                              ShortSmem<T::kWidth, T::kBlock>& s) {
+  using Smem = ShortSmem<T::kWidth, T::kBlock>;
+  const int lane = threadIdx.x % 32;
+  const uint32_t full = smem_address(s.full), empty = smem_address(s.empty), stages = smem_address(s.stage);
+  const uint64_t policy = p.evict_first ? l2_evict_first() : l2_evict_normal();
+  const Schedule<T> schedule(p, p.routing.tile_offsets[p.experts], T::kTensor ? *p.act_scale : 1.0f);
+  StageRing<Smem::kStages> head;
+  // Weights of a task, by one lane.
+  const auto load = [&](const TurnTask& task, uint32_t stage) {
+    const int row = task.expert * (p.weight_rows / 32) + task.unit * 4;
+    for (int u = 0; u < task.units; ++u) {
+      for (int j = 0; j < kShortLines; ++j) {
+        tma_load_5d(stages + stage * Smem::kBytes + u * kShortUnitBytes + j * 8192, map, full + stage * 8, 0, 0, 0,
+                    row + 4 * u, j, policy);
+      }
+    }
+  };
+  TurnTask found{};
+  int base = 0, published = 0;
+#pragma unroll 1
+  for (int turn = 0;; ++turn) {
+    if (turn - base == 32 || turn == 0) {
+      base = turn;
+      found = schedule.at(base + lane);
+      if (turn == 0) {
+        if (lane < Smem::kStages && found.width > 0) {
+          mbarrier_expect_tx(full + lane * 8, found.units * kShortUnitBytes);
+          load(found, lane);
+        }
+        pdl_wait();
+        pdl_trigger();
+      }
+    }
+    const int at = turn - base;
+    if (lane == at) s.turns[published % kTurns] = found;
+    __syncwarp();
+    ++published;
+    const auto field = [&](int value) { return __shfl_sync(~0u, value, at); };
+    const int width = field(found.width), rows = field(found.rows), row = field(found.row);
+    mbarrier_wait(empty + head.stage() * 8, head.phase() ^ 1);
+    const uint32_t barrier = full + head.stage() * 8;
+    const int eights = (rows + kRowsBox - 1) / kRowsBox;
+    if (lane == at) {  // the task is published
+      const bool early = turn < Smem::kStages;
+      mbarrier_arrive_expect_tx(barrier,
+                                width == 0 ? 0 : eights * kRowsBox * 256 + (early ? 0 : found.units * kShortUnitBytes));
+      if (width > 0 && !early) load(found, head.stage());
+    }
+    if (width == 0) {
+      if constexpr (T::kBlock) mbarrier_arrive(barrier);
+      break;
+    }
+    __syncwarp();
+    if (lane < eights) {
+      const uint32_t to = stages + head.stage() * Smem::kBytes + Smem::kRows + lane * kRowsBox * 128;
+      tma_load_2d(to, h_map, barrier, 0, row + lane * kRowsBox);
+      tma_load_2d(to + T::kWidth * 128, h_map, barrier, 128, row + lane * kRowsBox);
+    }
+    if constexpr (T::kBlock) {
+      const uint32_t scales = smem_address(s.scale[head.stage()]);
+      const int expert = field(found.expert), unit = field(found.unit), units = field(found.units);
+#pragma unroll 1
+      for (int i = lane; i < rows * kShortGroups; i += 32) {
+        const int r = i / kShortGroups, g = i - r * kShortGroups;
+        cp_async_4(scales + (g * T::kWidth + scale_place(r)) * 4,
+                   p.b_scale + static_cast<int64_t>(row + r) * p.b_scale_stride + g);
+      }
+      if (lane < units * kShortGroups) {
+        const int u = lane / kShortGroups, g = lane - u * kShortGroups;
+        cp_async_4(scales + (kShortGroups * T::kWidth + 2 * g + u) * 4,
+                   p.w_scale + (static_cast<int64_t>(expert) * p.w_scale_rows + unit + u) * p.w_scale_cols + g);
+      }
+      cp_async_arrive(barrier);
+    }
+    head.advance();
+  }
+}
+
+template <class T, int N>
+__device__ __forceinline__ void consume_short(const GemmParams& p, const TurnTask& task, int group, uint32_t a,
+                                              uint32_t b, uint32_t back, [[maybe_unused]] const float* scales) {
+  constexpr uint32_t kLine = 8192 >> 4;
+  float acc[2][N / 2];
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
+  const auto multiply = [&](float (&d)[N / 2], int m, int step, bool accumulate) {
+    const int from = m * (kShortK / 32) + step;  // of the pair's rows
+    wgmma_ss<WgmmaType::kE4m3, N>(d, descriptor(a + from / 4 * kLine + 2 * (from % 4)),
+                                  descriptor(b + step / 4 * (T::kWidth * 128 >> 4) + 2 * (step % 4)), accumulate);
+  };
+  if constexpr (T::kTensor) {
+    wgmma_fence(acc[0]);
+    wgmma_fence(acc[1]);
+    wgmma_arrive();
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int step = 0; step < kShortK / 32; ++step) multiply(acc[m], m, step, true);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_fence(acc[0]);
+    wgmma_fence(acc[1]);
+  } else {
+    float first[N / 2], second[N / 2];
+#pragma unroll
+    for (int g = 0; g < kShortGroups; ++g) {
+      wgmma_fence(first);
+      wgmma_arrive();
+      multiply(first, 0, 2 * g, false);
+      multiply(first, 0, 2 * g + 1, true);
+      wgmma_commit();
+      wgmma_fence(second);
+      wgmma_arrive();
+      multiply(second, 1, 2 * g, false);
+      multiply(second, 1, 2 * g + 1, true);
+      wgmma_commit();
+      const float* rows_of = scales + g * T::kWidth + 4 * (threadIdx.x % 4);
+      const float weight = scales[kShortGroups * T::kWidth + 2 * g + group];
+      wgmma_wait<1>();
+      wgmma_fence(first);
+      promote<true, N>(acc[0], first, weight, rows_of);
+      wgmma_wait<0>();
+      wgmma_fence(second);
+      promote<true, N>(acc[1], second, weight, rows_of);
+    }
+  }
+  const int row = task.row, rows = task.rows, unit = task.unit + group;
+  const float scale = T::kTensor ? task.scale : 1.0f;
+  __syncwarp();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  if (lane == 0) mbarrier_arrive(back);
+  auto* out = static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(row) * p.out_columns + unit * 128 + warp * 32 +
+              lane / 4 * 4;
+#pragma unroll
+  for (int i = 0; i < N / 4; ++i) {
+    const int token = i / 2 * 8 + 2 * (lane % 4) + i % 2, at = i / 2 * 4 + i % 2;
+    if (token < rows) {
+      const __nv_bfloat162 four[2] = {__floats2bfloat162_rn(acc[0][at] * scale, acc[1][at] * scale),
+                                      __floats2bfloat162_rn(acc[0][at + 2] * scale, acc[1][at + 2] * scale)};
+      *reinterpret_cast<uint2*>(out + static_cast<int64_t>(token) * p.out_columns) =
+          *reinterpret_cast<const uint2*>(four);
+    }
+  }
+}
+
+template <Quant kQuant, int kWidth>
+__global__ void __launch_bounds__(kShortThreads, 1)
+    down_short_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap h_map,
+                      const __grid_constant__ GemmParams p) {
+  using T = Traits<Gemm::kDown, kQuant, true, kWidth>;
+  using Smem = ShortSmem<kWidth, T::kBlock>;
+  extern __shared__ uint8_t raw[];
+  auto& s = *reinterpret_cast<Smem*>(raw + (-smem_address(raw) & 1023));
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&map);
+    for (int i = 0; i < Smem::kStages; ++i) {
+      mbarrier_init(smem_address(&s.full[i]), T::kBlock ? 33 : 1);
+      mbarrier_init(smem_address(&s.empty[i]), kConsumers / 32);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x >= kConsumers) {
+    produce_short<T>(p, &map, &h_map, s);
+    return;
+  }
+  pdl_wait();  // nothing may be stored before
+  pdl_trigger();
+  const int group = uniform(threadIdx.x / 128);
+  StageRing<Smem::kStages> ring;
+#pragma unroll 1
+  for (int turn = 0;; ++turn, ring.advance()) {
+    mbarrier_wait(smem_address(s.full) + ring.stage() * 8, ring.phase());
+    const TurnTask& task = s.turns[turn % kTurns];
+    if (task.width == 0) break;
+    const uint32_t back = smem_address(s.empty) + ring.stage() * 8;
+    if (group >= task.units) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(back);
+      continue;
+    }
+    const uint32_t base = (smem_address(s.stage) >> 4) + uniform(ring.stage() * (Smem::kBytes >> 4));
+    const uint32_t a = base + uniform(kLowBits + group * (kShortUnitBytes >> 4)),
+                   b = base + kLowBits + (Smem::kRows >> 4);
+    const auto run = [&]<int N>() {
+      consume_short<T, N>(p, task, group, a, b, back, s.scale[T::kBlock ? ring.stage() : 0]);
+    };
+    with_width<T>(task.width, run);
+  }
+}
+
+}  // namespace hpc::moe

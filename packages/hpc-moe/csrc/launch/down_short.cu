@@ -1,0 +1,24 @@
+#include "kernels/down_short.cuh"
+
+#include "hpc/launch.hpp"
+#include "launch/moe.hpp"
+
+namespace hpc::moe {
+
+void launch_down_short(Quant quant, const CUtensorMap& map, const CUtensorMap& h_map, const GemmParams& p, int widest,
+                       int grid, cudaStream_t stream) {
+  LaunchConfig config;
+  config.grid = dim3(static_cast<unsigned>(grid));
+  config.block = dim3(kShortThreads);
+  config.stream = stream;
+  const auto run = [&]<Quant kQuant, int kWidth>() {
+    config.smem_bytes = kShortSmemBytes<kWidth, kQuant == Quant::kBlock>;
+    launch(&down_short_kernel<kQuant, kWidth>, config, map, h_map, p);
+  };
+  const auto with_quant = [&]<Quant kQuant>() {
+    widest <= 32 ? run.template operator()<kQuant, 32>() : run.template operator()<kQuant, 64>();
+  };
+  quant == Quant::kBlock ? with_quant.operator()<Quant::kBlock>() : with_quant.operator()<Quant::kTensor>();
+}
+
+}  // namespace hpc::moe
