@@ -61,6 +61,9 @@ FAULTS = {
     22: ("1, rows - tile.rows)", "1, emulation::fault == 22 ? 0 : rows - tile.rows)"),
     19: ("second = tile.rows - tile.width;", "second = emulation::fault == 19 ? 0 : tile.rows - tile.width;"),
     20: ("T::kOddHalves ? units(at) : 1", "T::kOddHalves ? (emulation::fault == 20 ? kHalfUnit : units(at)) : 1"),
+    # Tasks of three units: both warpgroups have the first half of the third; both store it as the first.
+    23: ("2 * (row + 8) + 4 * group", "2 * (row + 8) + 4 * (emulation::fault == 23 ? 0 : group)"),
+    24: ("(task.unit + 2) * 64 + group * 32", "(task.unit + 2) * 64 + (emulation::fault == 24 ? 0 : group * 32)"),
     # Short rows: a line comes twice; odd rows are multiplied as even ones; h has its first columns twice; so do scales.
     31: ("row + 4 * u, j, policy", "row + 4 * u, emulation::fault == 31 && j == 1 ? 0 : j, policy"),
     32: ("m * (kShortK / 32) + step;", "(emulation::fault == 32 ? 0 : m) * (kShortK / 32) + step;"),
@@ -75,6 +78,7 @@ FAULTY = (
     "tensor,300,2,3,256,256,4,random,0,128,clusters",
     "block,300,2,3,256,256,4,random,0,128,clusters",
     "block,300,2,3,1024,192,2,random,1,128,clusters",
+    "tensor,270,1,2,256,192,2,one,0,96,even",
     "block,40,2,3,256,192,2,random,0,32",
 )
 CASES = (
@@ -123,6 +127,11 @@ CASES = (
     "block,30,1,2,640,64,2,random,0,128,clusters",
     "tensor,270,1,2,384,192,2,one,0,128,even",
     "tensor,300,2,3,256,256,4,random,0,128,even",
+    # Tasks of three units.
+    "tensor,270,1,2,256,192,2,one,0,96,even",
+    "tensor,300,2,3,384,192,4,random,0,96,even",
+    "tensor,30,2,3,128,192,6,random,1,96,even",
+    "tensor,190,1,1,128,384,4,one,0,96,even",
     # Rows of h kept for several pairs of units, in more tasks than CTAs, with an odd unit left; in few tasks.
     "block,300,2,3,1024,192,2,random,1,128,clusters",
     "block,400,1,2,1152,64,4,one,1,128,clusters",

@@ -177,6 +177,22 @@ def test_two_streams(sizes: tuple[int, int], moe_case: CaseMaker) -> None:
         assert all(torch.equal(bits(each), bits(want[index])) for each in got[index])
 
 
+@pytest.mark.parametrize("uneven", [False, True])
+def test_gate_up_of_all_columns_at_once(uneven: bool, moe_case: CaseMaker) -> None:
+    """The tasks that a large layer of 192 columns of I has, experts of one to four tiles: bits as for fewer tokens."""
+    experts, tokens = 96, 1800
+    draws = torch.Generator().manual_seed(5)
+    weights = torch.arange(1, experts + 1).float() if uneven else torch.ones(experts)
+    ids = torch.multinomial(weights.expand(tokens, -1), 8, generator=draws).int()
+    case = moe_case("tensor-e4m3", tokens, 8, experts, 256, 192, ids=ids, device="cuda")
+    assert tuple(config_of(case).rule) == (96, 8, True)
+    result = case.run()
+    for pick in (slice(0, 900), slice(900, tokens)):
+        part = case.tokens(pick)
+        assert tuple(config_of(part).rule) == (128, 8, False)
+        assert torch.equal(bits(part.run()), bits(result[pick]))
+
+
 @pytest.mark.parametrize("name", ["block-bf16", "tensor-e4m3"])
 @pytest.mark.parametrize("tokens", [3, 16, 150])
 def test_late_producer(name: str, tokens: int, moe_case: CaseMaker) -> None:

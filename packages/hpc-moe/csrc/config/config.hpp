@@ -36,6 +36,10 @@ constexpr int32_t kLowMaxPairs = 1024;  // (token, slot) pairs of the low regime
 constexpr grouped::TileRule kTileRule = {128, 8, 0};
 // By block, wide tiles are M (tokens_are_m()): then a scale of a row of x serves all of a thread's sums.
 constexpr grouped::TileRule kTokenTileRule = {128, 64, 0};
+// Per tensor, a layer of so many columns of I: gate-up's tasks are all of them, for tiles of kTripleRule, two
+// or four or more of an expert, where the average one has at least two thirds of their rows.
+constexpr int32_t kTripleColumns = 192;
+constexpr grouped::TileRule kTripleRule = {96, 8, 1};
 constexpr int64_t kRowsFor32 = 22, kRowsFor64 = 48;  // most rows an expert, on average, for such tiles
 
 // Down in clusters with tokens as M and scale groups of 64: rows of h of up to so many columns stay in shared memory
@@ -201,11 +205,20 @@ inline int64_t average_tiles(const Problem& p, int64_t rows) {
 // Whether the low regime's kernels are used on a GPU (num_sms > 0). They multiply FP8 alone: bf16 weights take kMid.
 constexpr bool kLowOnGpu = true;
 
+// Whether gate-up's tasks are all columns of I (kTripleRule), for `rows` rows over all ranks.
+inline bool takes_triples(const Problem& p, int64_t rows, bool exact) {
+  if (p.quant != Quant::kTensor || p.intermediate != kTripleColumns || exact) return false;
+  const int64_t each = kTripleRule.max_rows * static_cast<int64_t>(p.num_experts);
+  const int64_t tiles = (rows + 2 * each - 1) / (2 * each) * 2;  // of the average expert
+  return rows > kTileRule.max_rows * static_cast<int64_t>(p.num_experts) && 3 * rows >= 2 * tiles * each;
+}
+
 // Rule of the token tiles above the low regime, for `rows` rows over all ranks. `exact`: Config's.
 inline grouped::TileRule tile_rule(const Problem& p, int64_t rows, bool exact) {
   grouped::TileRule rule = kTileRule;
   if (p.quant == Quant::kNone) return rule;
   if (p.quant == Quant::kBlock && !exact && rows > kRowsFor64 * p.num_experts) return kTokenTileRule;
+  if (takes_triples(p, rows, exact)) return kTripleRule;
   if (rows <= kRowsFor64 * p.num_experts) rule.max_rows = 64;
   if (rows <= kRowsFor32 * p.num_experts) rule.max_rows = 32;
   const int64_t tiles = average_tiles(p, rows);
@@ -302,16 +315,18 @@ inline Config make_config(const Problem& p) {
 
 // Bytes that a call of any number of tokens up to p.tokens finds enough. Within a regime and a tile rule the size grows
 // with the chunk; the largest low call may need more than the smallest mid one (a bf16 activation), the last of narrow
-// tiles more than the first of wider ones, that of an odd number of tiles more than the next, and chunks end at
-// kChunkTokens. Panels only need less than a CPU's call of as many tokens.
+// tiles more than the first of wider ones, that of an odd number of tiles more than the next, those of triples more
+// than the next, and chunks end at kChunkTokens. Panels only need less than a CPU's call of as many tokens.
 inline int64_t max_workspace_bytes(const Problem& p) {
   Problem at = p;
   const int64_t largest = p.tokens < kChunkTokens ? p.tokens : kChunkTokens;
   int64_t bytes = make_config(p).layout.bytes;
   const int64_t tile = kTileRule.max_rows * static_cast<int64_t>(p.num_experts);  // a tile an expert
   const int64_t tiles = largest * p.top_k / tile, odd = tiles % 2 == 1 ? tiles : tiles - 1;
-  for (const int64_t tokens : {largest, low_pairs(p) / p.top_k, kRowsFor32 * p.num_experts / p.top_k,
-                               kRowsFor64 * p.num_experts / p.top_k, odd > 0 ? odd * tile / p.top_k : 0}) {
+  const int64_t triple = kTripleRule.max_rows * static_cast<int64_t>(p.num_experts);
+  for (const int64_t tokens :
+       {largest, low_pairs(p) / p.top_k, kRowsFor32 * p.num_experts / p.top_k, kRowsFor64 * p.num_experts / p.top_k,
+        odd > 0 ? odd * tile / p.top_k : 0, 2 * triple / p.top_k, 4 * triple / p.top_k}) {
     at.tokens = tokens < largest ? tokens : largest;
     for (const int32_t num_sms : {0, 1}) {  // a CPU's and a GPU's regimes may differ
       at.num_sms = num_sms;

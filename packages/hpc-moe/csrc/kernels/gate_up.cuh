@@ -107,6 +107,34 @@ struct GateUpEpilogue {
     }
   }
 
+  // kTriples: half of the task's third unit. A thread has a column: gate values are rows 0 to 7 of its warp's, up
+  // values the others.
+  template <int N>
+  static __device__ __forceinline__ void run_half(const GemmParams& p, Smem& s, const TurnTask& task, int group,
+                                                  const float (&acc)[N / 2]) {
+    const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
+    const float scale = task.scale, bound = swiglu_bound(p.swiglu_limit), inverse = s.fixed_inverse;
+    uint8_t* staged = s.out[group] + thread / 32 * 8 + lane / 4 + 2 * (lane % 4) * kOutRow;
+    named_barrier_sync(2 + group, 128);  // the unit's rows have left s.out
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+      float v[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) v[c] = fast_swiglu(acc[4 * j + c] * scale, acc[4 * j + 2 + c] * scale, bound);
+      const float2 rounded = __bfloat1622float2(__floats2bfloat162_rn(v[0], v[1]));
+      const uint16_t codes = to_e4m3x2(rounded.x * inverse, rounded.y * inverse);
+      staged[8 * j * kOutRow] = static_cast<uint8_t>(codes);
+      staged[(8 * j + 1) * kOutRow] = static_cast<uint8_t>(codes >> 8);
+    }
+    named_barrier_sync(2 + group, 128);
+    uint8_t* out = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(task.row) * p.out_columns +
+                   (task.unit + 2) * 64 + group * 32;
+    for (int i = thread; i < task.rows * 2; i += 128) {  // 32 bytes a token
+      *reinterpret_cast<uint4*>(out + static_cast<int64_t>(i / 2) * p.out_columns + i % 2 * 16) =
+          *reinterpret_cast<const uint4*>(s.out[group] + i / 2 * kOutRow + i % 2 * 16);
+    }
+  }
+
   // Block scales of the tile: largest magnitude of each token over 64 columns (this warpgroup's) or 128 (both
   // warpgroups'); stores the scales and leaves the inverses in s.inverse.
   template <int N>

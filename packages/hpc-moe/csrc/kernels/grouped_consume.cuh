@@ -244,6 +244,42 @@ __device__ __forceinline__ void multiply_task(const GemmParams& p, typename T::S
   }
 }
 
+// K loop of a task of three units (kTriples), at a width of N: acc as above, of the warpgroup's own unit, and its half
+// of the third. What is wider stays zero: the epilogue is the same code for all N.
+template <class T, int N>
+__device__ __forceinline__ void multiply_triple(const GemmParams& p, typename T::Smem& s, typename T::Ring& ring,
+                                                uint32_t at_a, uint32_t at_b, float (&acc)[2][T::kWidth / 2],
+                                                float (&half)[T::kWidth / 2]) {
+  constexpr uint32_t kTile = kUnitBytes / 2 >> 4;
+  const int num_k = (p.k_bytes + 127) / 128;
+  const uint32_t full = smem_address(s.full), back = back_address<T>(smem_address(s.empty));
+  const uint32_t stages = smem_address(s.stage) >> 4;
+#pragma unroll
+  for (int i = 0; i < T::kWidth / 2; ++i) acc[0][i] = acc[1][i] = half[i] = 0.0f;
+  bool ready = false;  // the stage has been waited for
+#pragma unroll 1
+  for (int k = 0; k < num_k; ++k) {
+    if (!ready) arrived<T>(full, ring);
+    const uint32_t stage = ring.stage(), base = stages + uniform(stage * (T::kStageBytes >> 4));
+    ring.advance();
+    float part[N / 2];
+#pragma unroll
+    for (int m = 0; m < 3; ++m) {
+      float (&sums)[T::kWidth / 2] = m == 2 ? half : acc[m];
+      wgmma_fence(part);
+      wgmma_arrive();
+      multiply<WgmmaType::kE4m3, 4, false, N>(part, base + at_a + m * kTile, base + at_b);
+      wgmma_commit();
+      if (m == 2) ready = k + 1 < num_k && has_arrived<T>(full, ring);
+      wgmma_wait<0>();
+      wgmma_fence(part);
+      if (m == 2) give_back<T>(back + stage * 8);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) sums[i] += part[i];
+    }
+  }
+}
+
 // Calls run.operator()<N>() with the N that a tile of `width` rows is multiplied at: a multiple of 32 from T::kLeastN
 // on (with fp32 sums, which take the longer the wider, of 16). Each N is code of its own, which every CTA fetches in
 // every call when it first has such a tile: few of them are faster than narrow ones.
@@ -287,6 +323,23 @@ __device__ __forceinline__ void consume(const GemmParams& p, typename T::Smem& s
     const bool two_tiles = T::kTwoTiles && task.second_rows > 0;
     if (group > 0 && task.units != 2 && !two_tiles) {
       skip_stages<T>(s, ring, (p.k_bytes + 127) / 128);
+      continue;
+    }
+    if constexpr (T::kTriples) {
+      float acc[2][T::kWidth / 2], half[T::kWidth / 2];
+      const uint32_t at_a = uniform(kLowBits + group * (kUnitBytes * 3 / 2 >> 4)), at_b = kLowBits + (T::kRowsAt >> 4);
+      const auto multiply = [&]<int N>() { multiply_triple<T, N>(p, s, ring, at_a, at_b, acc, half); };
+      if (task.width <= 64) {
+        multiply.template operator()<64>();
+      } else if (task.width <= 80) {
+        multiply.template operator()<80>();
+      } else if (task.width <= 88) {
+        multiply.template operator()<88>();
+      } else {
+        multiply.template operator()<96>();
+      }
+      Epilogue::template run<T::kWidth>(p, s, task, group, turn & 1, acc);
+      Epilogue::template run_half<T::kWidth>(p, s, task, group, half);
       continue;
     }
     const uint32_t first = two_tiles ? 0 : group;

@@ -8,21 +8,21 @@
 //                    tokens through the routing index by cp.async into the 128-byte swizzle, down (rows of h are
 //                    neighbours) by TMA, and the scales; one thread brings the weights by TMA and publishes each task.
 // A task (grouped_tasks.cuh) is a token tile of an expert and one or two units, half a unit (gate-up, per tensor), or
-// one unit and two token tiles or more (kTall); those of one expert and unit are neighbours, so that their weights come
-// from L2 after the first. Shared memory: 4 to 6 stages (32 KB weights + rows of B: 16, 8 or 4 KB, as the call's token
-// tiles are at most 128, 64 or 32 rows), scales of each stage, epilogue buffers, published tasks, barriers. Barriers:
-// full[s] (the TMA thread's arrival and bytes, one arrival a producer thread, when its cp.async have landed), empty[s]
-// (one a consumer warp). Before the first stage of a task its TurnTask is written; the TMA thread's arrival releases
-// it. Gate-up by block runs in clusters of two where a scale group's two units may be tasks of two CTAs (kExchange).
-// kClusters: two neighbouring CTAs whose tasks have the same expert and units load each unit once, for both; their
-// empty[s] count the consumer warps of both, and both take the same number of stages (kIdle).
-// K order: 128 bytes a stage; sums are promoted to fp32 registers every scale group (128, or 64 of I), per tensor every
-// 128, or not at all (down of up to kDirectK of K); gate-up of Config::exact sums in fp32 (grouped_exact.cuh). It
-// depends on nothing but the Config, so a row has the same bits in every tile width. Rows of a tile beyond its count
-// hold whatever shared memory held: they only reach their own columns, which nobody stores. PDL: gate-up fills its
-// first stages with the weights of its likely first task, then waits (the index is its predecessor's); a wrong guess
-// costs those stages. Down reads the index (two kernels old) and fills its first stages with weights before it waits
-// for h.
+// one unit and two token tiles or more (kTall), or three units (kTriples: a warpgroup has one, and half the third);
+// those of one expert and unit are neighbours, so that their weights come from L2 after the first. Shared memory: 4 to
+// 6 stages (32 KB weights + rows of B: 16, 8 or 4 KB, as the call's token tiles are at most 128, 64 or 32 rows), scales
+// of each stage, epilogue buffers, published tasks, barriers. Barriers: full[s] (the TMA thread's arrival and bytes,
+// one arrival a producer thread, when its cp.async have landed), empty[s] (one a consumer warp). Before the first stage
+// of a task its TurnTask is written; the TMA thread's arrival releases it. Gate-up by block runs in clusters of two
+// where a scale group's two units may be tasks of two CTAs (kExchange). kClusters: two neighbouring CTAs whose tasks
+// have the same expert and units load each unit once, for both; their empty[s] count the consumer warps of both, and
+// both take the same number of stages (kIdle). K order: 128 bytes a stage; sums are promoted to fp32 registers every
+// scale group (128, or 64 of I), per tensor every 128, or not at all (down of up to kDirectK of K); gate-up of
+// Config::exact sums in fp32 (grouped_exact.cuh). It depends on nothing but the Config, so a row has the same bits in
+// every tile width. Rows of a tile beyond its count hold whatever shared memory held: they only reach their own
+// columns, which nobody stores. PDL: gate-up fills its first stages with the weights of its likely first task, then
+// waits (the index is its predecessor's); a wrong guess costs those stages. Down reads the index (two kernels old) and
+// fills its first stages with weights before it waits for h.
 #pragma once
 
 #include <cuda.h>
@@ -43,8 +43,9 @@ namespace hpc::moe {
 
 enum class Gemm { kUp, kDown };
 
-constexpr int kMaxWidth = 128;         // widest token tile
-constexpr int kUnitBytes = 128 * 128;  // weights of a unit in a stage: two m64 tiles of 128 bytes a row
+constexpr int kMaxWidth = 128;                      // widest token tile
+constexpr int kTripleWidth = kTripleRule.max_rows;  // of gate-up's tasks of three units (kTriples)
+constexpr int kUnitBytes = 128 * 128;               // weights of a unit in a stage: two m64 tiles of 128 bytes a row
 constexpr int kConsumers = 256, kProducers = 128;
 constexpr int kGemmThreads = kConsumers + kProducers;
 constexpr int kOutRow = 64 + 16;  // bytes of a staged output row (64 e4m3), padded against conflicts
@@ -84,9 +85,10 @@ constexpr int tall_rows(int width) {
 // Sizes that follow from the widest token tile of a call: the narrower, the more stages. kKept: rows of B lie apart.
 template <int kWidth, bool kKept = false>
 struct Stages {
-  static_assert(kWidth == 32 || kWidth == 64 || kWidth == 128);
-  static constexpr int kCount = kWidth == 128 ? 4 : kWidth == 64 ? 5 : 6;
-  static constexpr int kBytes = 2 * kUnitBytes + (kKept ? 0 : kWidth * 128);
+  static_assert(kWidth == 32 || kWidth == 64 || kWidth == kTripleWidth || kWidth == 128);
+  static constexpr int kUnits = kWidth == kTripleWidth ? 3 : 2;
+  static constexpr int kCount = kWidth == kTripleWidth ? 3 : kWidth == 128 ? 4 : kWidth == 64 ? 5 : 6;
+  static constexpr int kBytes = kUnits * kUnitBytes + (kKept ? 0 : kWidth * 128);
   static constexpr int kScales = 2 * kWidth + 8;  // floats: B [2 groups or tiles][width], weights [2][4]
 };
 
@@ -112,12 +114,12 @@ struct GemmSmem : std::conditional_t<kKept, KeptRows<kWidth>, NoRows> {
   uint64_t empty[Stage::kCount];
   uint64_t read[2];    // kKept, by parity of the task: its rows of B; one arrival a consumer warp
   uint64_t exchanged;  // kExchange: the other CTA's largest magnitudes have come
-  uint16_t token[kWidth < 128 ? tall_rows(kWidth) : 2 * kWidth];  // gate-up: tokens of the producers' tiles
+  uint16_t token[kWidth < kTripleWidth ? tall_rows(kWidth) : 2 * kWidth];  // gate-up: tokens of the producers' tiles
 };
 template <int kWidth, bool kKept = false>
 constexpr int kGemmSmemBytes = sizeof(GemmSmem<kWidth, kKept>) + 1024;  // the start is aligned by hand
 static_assert(kGemmSmemBytes<32> <= 232448 && kGemmSmemBytes<64> <= 232448 && kGemmSmemBytes<128> <= 232448 &&
-                  kGemmSmemBytes<128, true> <= 232448,
+                  kGemmSmemBytes<kTripleWidth> <= 232448 && kGemmSmemBytes<128, true> <= 232448,
               "227 KB a CTA");
 
 // Where a ring of kCount stages stands.
@@ -152,8 +154,11 @@ struct Traits {
   static constexpr bool kTokens = kTheTokens;
   static constexpr bool kClusters = kTheClusters;
   static constexpr bool kKept = kTheKept;
+  static constexpr bool kTriples = kWidth == kTripleWidth;
+  static_assert(!kTriples || (kGemm == Gemm::kUp && kQuant == Quant::kTensor && kClusters));
   using Smem = GemmSmem<kWidth, kKept>;
   using Sizes = Stages<kWidth, kKept>;
+  static constexpr int kUnits = Sizes::kUnits, kRowsAt = kUnits * kUnitBytes;  // units of a task; rows of B in a stage
   static constexpr int kStages = Sizes::kCount, kStageBytes = Sizes::kBytes;
   using Ring = StageRing<kStages>;
 
@@ -168,9 +173,9 @@ struct Traits {
   static constexpr bool kHalfUnits = kGemm == Gemm::kUp && kTensor && !kClusters;
   // Narrowest N at which the consumers multiply a tile, with weights as M.
   static constexpr int kLeastN = kExact ? 16 : kQuant == Quant::kNone ? 32 : kWidth == 128 ? 96 : kWidth;
-  static constexpr bool kTwoTiles = kGemm == Gemm::kUp && !kSpans;  // tasks of one unit and two tiles
+  static constexpr bool kTwoTiles = kGemm == Gemm::kUp && !kSpans && !kTriples;  // tasks of one unit and two tiles
   // An expert of very many rows has tasks of one unit and several tiles (tall_tiles), which the warpgroups share.
-  static constexpr bool kTall = kGemm == Gemm::kUp && kTensor && !kExact && kWidth < 128;
+  static constexpr bool kTall = kGemm == Gemm::kUp && kTensor && !kExact && kWidth < kTripleWidth;
   static constexpr int kTallTiles = tall_tiles(kWidth);
   static constexpr int kMaxN = kTall ? tall_rows(kWidth) / 2 : kWidth;  // most rows of a warpgroup
   static constexpr int kTaskRows = kTall ? tall_rows(kWidth) : kWidth;

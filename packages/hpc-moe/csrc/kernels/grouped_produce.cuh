@@ -17,14 +17,39 @@ __device__ __forceinline__ int weight_coordinate(const GemmParams& p, int expert
 }
 
 // Bytes of a task's weights in a stage; `units`: TurnTask's.
+template <class T>
 __device__ __forceinline__ uint32_t weight_bytes(int units) {
+  if constexpr (T::kTriples) return 3 * kUnitBytes;
   return units >= kHalfUnit ? kUnitBytes / 2 : units * kUnitBytes;
+}
+
+// kTriples: what warpgroup `group` has of three units: its own of the first two, and its half of the third. To both
+// CTAs of the cluster where they share it.
+template <class T, bool kBoth = false>
+__device__ __forceinline__ void load_triple(const GemmParams& p, const CUtensorMap* map, const CUtensorMap* half_map,
+                                            int row, int group, int k, uint32_t smem, uint32_t full, uint64_t policy) {
+  smem += group * (kUnitBytes * 3 / 2);
+#pragma unroll
+  for (int m = 0; m < 3; ++m, smem += kUnitBytes / 2) {
+    const CUtensorMap* from = m < 2 ? map : half_map;
+    const int at = m < 2 ? row + 4 * group + m * (p.out_columns / 16) : 2 * (row + 8) + 4 * group;
+    if constexpr (kBoth) {
+      tma_load_4d_multicast(smem, from, full, k * 128, 0, 0, at, 3, policy);
+    } else {
+      tma_load_4d(smem, from, full, k * 128, 0, 0, at, policy);
+    }
+  }
 }
 
 // Weights of one stage, by one thread, which has announced their bytes. `half_map`: of gate-up's half units.
 template <class T>
 __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensorMap* map, const CUtensorMap* half_map,
                                              int row, int units, int k, uint32_t smem, uint32_t full, uint64_t policy) {
+  if constexpr (T::kTriples) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) load_triple<T>(p, map, half_map, row, i, k, smem, full, policy);
+    return;
+  }
   if constexpr (T::kHalfUnits) {
     if (units >= kHalfUnit) {
       tma_load_4d(smem, half_map, full, k * 128, 0, 0, 2 * row + (units - kHalfUnit) * 4, policy);
@@ -52,9 +77,11 @@ __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensor
 
 // The same where both CTAs of the cluster want it: each brings a unit, to both.
 template <class T>
-__device__ __forceinline__ void load_shared_weights(const GemmParams& p, const CUtensorMap* map, int row, int k,
-                                                    uint32_t smem, uint32_t full, uint64_t policy) {
+__device__ __forceinline__ void load_shared_weights(const GemmParams& p, const CUtensorMap* map,
+                                                    const CUtensorMap* half_map, int row, int k, uint32_t smem,
+                                                    uint32_t full, uint64_t policy) {
   const int mine = static_cast<int>(blockIdx.x % 2);
+  if constexpr (T::kTriples) return load_triple<T, true>(p, map, half_map, row, mine, k, smem, full, policy);
   smem += mine * kUnitBytes;
   row += weight_coordinate<T>(p, 0, mine);
   if constexpr (T::kGemm == Gemm::kDown) {
@@ -85,7 +112,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
   constexpr int kStages = T::kStages, kStageBytes = T::kStageBytes, kWidth = T::kWidth;
   const int thread = threadIdx.x - kConsumers, lane = thread % 32;
   const int chunk = thread % 8, first_row = thread / 8;  // 16-byte chunk of a row, first of the thread's rows
-  const uint32_t to = 2 * kUnitBytes + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);  // rows 16 i further: + 2 KB
+  const uint32_t to = T::kRowsAt + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);  // rows 16 i further: + 2 KB
   const int num_k = (p.k_bytes + 127) / 128;
   const uint32_t full = smem_address(s.full), empty = smem_address(s.empty);
   const uint32_t stages = smem_address(s.stage), scales = smem_address(s.scale);
@@ -94,7 +121,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
   int prefetched = 0;  // stages whose weights are on their way before the wait
   const auto load = [&](int row, int units, bool shared, int k, uint32_t stage, uint32_t barrier) {
     if constexpr (T::kClusters) {
-      if (shared) return load_shared_weights<T>(p, map, row, k, stage, barrier, policy);
+      if (shared) return load_shared_weights<T>(p, map, b_map, row, k, stage, barrier, policy);
     }
     load_weights<T>(p, map, b_map, row, units, k, stage, barrier, policy);
   };
@@ -103,7 +130,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     const int row = weight_coordinate<T>(p, task.expert & ~kShared, task.unit);
     for (int i = 0; i < early_stages(task.second_rows); ++i) {
       const int pair = T::kKept ? i / num_k : 0;
-      mbarrier_expect_tx(full + i * 8, weight_bytes(task.units));
+      mbarrier_expect_tx(full + i * 8, weight_bytes<T>(task.units));
       load(row + pair * weight_coordinate<T>(p, 0, 2), task.units, task.expert & kShared, i - pair * num_k,
            stages + i * kStageBytes, full + i * 8);
     }
@@ -267,7 +294,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
         --prefetched;
         if (thread == 0) mbarrier_arrive_expect_tx(full + head.stage() * 8, row_bytes);  // the task is published
       } else if (thread == 0) {
-        mbarrier_arrive_expect_tx(full + head.stage() * 8, weight_bytes(units) + row_bytes);
+        mbarrier_arrive_expect_tx(full + head.stage() * 8, weight_bytes<T>(units) + row_bytes);
         load(weights, units, flags & kShared, k, stage, full + head.stage() * 8);
       }
       if constexpr (kGemm == Gemm::kUp) {

@@ -28,12 +28,12 @@ struct Schedule {
       : p(params), tiles(num_tiles), scale(b_scale), cta(of_cta) {
     // Several pairs of units a task where that leaves every CTA two.
     length = T::kKept && tiles * (p.units / 2 / p.pairs) >= 2 * static_cast<int>(gridDim.x) ? p.pairs : 1;
-    groups = p.units / 2 / length;
+    groups = p.units / T::kUnits / length;
     const int pairs = tiles * groups, rest = pairs % static_cast<int>(gridDim.x);
     // With an odd number of units only where all tasks are one round.
     const int halves = p.units % 2 == 0 ? 2 * rest : 2 * pairs + tiles;
-    split = length == 1 && halves <= static_cast<int>(gridDim.x) ? rest : 0;
-    const int lasts = p.units % 2 * tiles;  // of the odd last unit
+    split = length == 1 && !T::kTriples && halves <= static_cast<int>(gridDim.x) ? rest : 0;
+    const int lasts = T::kTriples ? 0 : p.units % 2 * tiles;  // of the odd last unit
     if constexpr (T::kOddHalves) {
       if (split > 0 && 4 * split + 2 * lasts <= static_cast<int>(gridDim.x)) parts = 4;
     } else if (T::kHalfUnits && p.units % 2 == 0 && 4 * split <= static_cast<int>(gridDim.x)) {
@@ -96,7 +96,7 @@ struct Schedule {
     }
     const int group = local / own;
     if (own > 1) tile = p.routing.tiles[first + local - group * own];
-    return task(tile, 2 * length * group + unit_of_pair(at), units(at), 0);
+    return task(tile, T::kUnits * length * group + unit_of_pair(at), units(at), 0);
   }
 
  private:
@@ -146,7 +146,7 @@ struct Schedule {
   // First unit of the task, where its expert has but this tile.
   __device__ __forceinline__ int unit_if_alone(const Spot& at, int tile) const {
     if (at.single >= parts * split) return p.units - 1;
-    return 2 * length * (at.pair - tile * groups) + unit_of_pair(at);
+    return T::kUnits * length * (at.pair - tile * groups) + unit_of_pair(at);
   }
 
   __device__ __forceinline__ TurnTask task(grouped::TileTask tile, int unit, int units, int second) const {

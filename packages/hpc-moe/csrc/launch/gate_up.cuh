@@ -28,6 +28,11 @@ void launch_gate_up_as(const CUtensorMap& map, const CUtensorMap& half_map, cons
   if constexpr (kQuant == Quant::kTensor) {
     if (clusters) {
       config.cluster = 2;
+      if (widest == kTripleWidth) {
+        config.smem_bytes = kGemmSmemBytes<kTripleWidth>;
+        launch(&gate_up_kernel<kQuant, kHalf, kTripleWidth, false, true>, config, map, half_map, p);
+        return;
+      }
       config.smem_bytes = kGemmSmemBytes<kMaxWidth>;
       launch(&gate_up_kernel<kQuant, kHalf, kMaxWidth, false, true>, config, map, half_map, p);
       return;

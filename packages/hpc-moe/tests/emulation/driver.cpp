@@ -2,9 +2,10 @@
 // what the kernel before it left. Arguments: [fault] then cases "quant,T,k,E,H,I,grid,pick,promoted,widest[,KERNELS]":
 // quant none, block or tensor; pick random, one (all on the last expert) or none; promoted 1 for the down kernel that
 // promotes, or, by block in clusters, keeps rows of h, and the reduction that drops y; widest of the token tiles: 32,
-// 64 or 128; KERNELS tokens: are M; clusters: of two CTAs, per tensor, or by block with tokens as M; even: those and an
-// even number of tiles. Down and the reduction run for all columns, then once more in panels of them. Prints "bad N" a
-// case; exit status 1 where any is not 0, 3 where the emulation found a fault.
+// 64 or 128 (or 96: gate-up's tasks of three units, KERNELS even); KERNELS tokens: are M; clusters: of two CTAs, per
+// tensor, or by block with tokens as M; even: those and an even number of tiles. Down and the reduction run for all
+// columns, then once more in panels of them. Prints "bad N" a case; exit status 1 where any is not 0, 3 where the
+// emulation found a fault.
 #include <cstdio>
 #include <cstdlib>
 #include <sstream>
@@ -27,6 +28,9 @@ struct Run : Layer {
       if constexpr (kQuant == Quant::kBlock) {
         gate_up_tokens_kernel<kHalf, true>(up_map, up);
       } else {
+        if (c.widest == kTripleWidth) {
+          return gate_up_kernel<kQuant, kHalf, kTripleWidth, false, true>(up_map, half_map(), up);
+        }
         gate_up_kernel<kQuant, kHalf, 128, false, true>(up_map, half_map(), up);
       }
     };
