@@ -24,6 +24,10 @@ TEAMS = replace(LONG, lengths=(1100, 5, 300), num_q_heads=16, q_len=2, kv_dtype=
 LONG_TEAMS = replace(TEAMS, num_q_heads=32, num_kv_heads=2, kv_dtype=BF16, lengths=(900, 300, 5), num_ctas=2)
 # More pieces a CTA than its list and its queries have room for; most are one warp's alone.
 MANY = replace(SMALL, lengths=(*(1 + 5 * i % 130 for i in range(60)), 200, 0, 270), head_dim=64, num_ctas=1)
+# Whole pairs of several heads of a request, one behind the other in a CTA.
+GROUPS = replace(SMALL, lengths=(300, 200, 0, 450), num_q_heads=16, num_kv_heads=8, kv_dtype=FP8, num_ctas=1)
+# The same behind a pair that is cut.
+GROUPS_CUT = replace(GROUPS, lengths=(1100, 330, 140, 129), num_ctas=3)
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Fault:
 
 FAULTS = {
     "a tile is dropped": Fault(
-        "decode_feed.cuh", "request.first_tile + piece.tile_end", "request.first_tile + piece.tile_end - 1"),
+        "decode_pieces.cuh", "request.first_tile + piece.tile_end", "request.first_tile + piece.tile_end - 1"),
     "another head's keys and values": Fault(
         "decode_feed.cuh", "static_cast<uint64_t>(kv_head_) * cache.head_stride + lane % Layout::kLanes",
         "lane % Layout::kLanes",
@@ -97,11 +101,11 @@ FAULTS = {
     "a block ends without pdl_wait": Fault("decode.cuh", "if (waits) pdl_wait();", None, LONG),
     "the first query is read before pdl_wait": Fault("decode.cuh", "waits || (lists && waited)", "lists", SOLOS),
     "the last piece, taken first, for the first one": Fault(
-        "decode_feed.cuh", "state_.cursor.count += order.rest.count > 0", None, replace(LATER, window=190)),
+        "decode_pieces.cuh", "state_.cursor.count += order.rest.count > 0", None, replace(LATER, window=190)),
     "the last piece, taken before the list, for the first one": Fault(
         "decode.cuh", "2 * cta + (order.rest.count > 0)", "2 * cta", LATER),
     "nothing follows the last piece": Fault(
-        "decode_feed.cuh", "if (added_.pieces == 1 && cursor.left == 0) cursor = state_.rest", None, LATER),
+        "decode_pieces.cuh", "if (added_.pieces == 1 && cursor.left == 0) cursor = state_.rest", None, LATER),
     "the list is asked for the first block again": Fault("decode_feed.cuh", "next_ = count_;\n", None, LATER),
     "a team's causal mask is off by one": Fault(
         "decode_team.cuh", "position < min(end, limit_)", "position <= min(end, limit_)", replace(TEAMS, num_ctas=1)),
@@ -128,6 +132,27 @@ FAULTS = {
         "decode_feed.cuh", "__shfl_sync(kAllLanes, ids_[0], index_)", "__shfl_sync(kAllLanes, ids_[0], 0)", LONG
     ),
     "warps put their results in one place": Fault("decode.cuh", "place * (kOutTiles * kTilePitch)", "0", LONG),
+    "heads abreast are written as one": Fault(
+        "decode.cuh", "first_head + number", "first_head", GROUPS),
+    "a head's results are those of other heads' warps": Fault(
+        "decode.cuh", "number + (i << log_group)", "number + i", GROUPS),
+    "slices of a group are those of one head": Fault(
+        "decode_pieces.cuh", "made.count << log_group", "made.count", GROUPS),
+    "a head's slices come before its warps' last ones": Fault(
+        "decode_pieces.cuh", "number_of(worker) < number() ? divided(count) : 0", "0", GROUPS),
+    "warps of a head have unlike numbers of slices": Fault(
+        "decode_pieces.cuh", "(count + workers - 1) & -workers", "count",
+        replace(GROUPS, num_kv_heads=3, num_q_heads=6)),
+    "a group goes past its CTA's run": Fault(
+        "decode_pieces.cuh", "more * tiles > left", "false",
+        replace(GROUPS, lengths=(640,), num_ctas=3)),
+    "a group goes past its request": Fault(
+        "decode_pieces.cuh", "p_.num_kv_heads - 1 - piece.kv_head", "7",
+        replace(GROUPS, num_kv_heads=5, num_q_heads=10)),
+    "a group goes past its epoch": Fault(
+        "decode_pieces.cuh", "kDecodeEpoch - 1 - added_.pieces % kDecodeEpoch", "7", GROUPS_CUT),
+    "a group's first queries are waited for again": Fault(
+        "decode.cuh", "1 << piece_.log_group()", "1", GROUPS),
     "this step's tokens are read before pdl_wait": Fault(
         "decode_feed.cuh", "first_token(where) + kOwn <= pieces_[where].high - p_.q_len", "true"
     ),

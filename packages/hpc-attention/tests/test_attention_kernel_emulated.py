@@ -30,6 +30,8 @@ from hpc_common.poison import Canary, dirty_, fill_nan_
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package
 from attention_kernel_faults import (  # noqa: E402
     FAULTS,
+    GROUPS,
+    GROUPS_CUT,
     LATER,
     LONG,
     MANY,
@@ -225,6 +227,12 @@ PROBLEMS = {
     "teams, 24 rows in two pieces": replace(TEAMS, lengths=(300,) * 4, num_q_heads=8, q_len=3, num_ctas=10),
     "teams, batch-invariant": replace(TEAMS, lengths=(1300, 65, 0, 1), batch_invariant=True),
     "many pieces a CTA, 16 rows": replace(MANY, lengths=MANY.lengths[::2], kv_dtype=FP8, num_q_heads=32),
+    "heads abreast, by fours": replace(GROUPS, lengths=(400, 0, 400), num_ctas=4),
+    "heads abreast, by eights": replace(GROUPS, kv_dtype=BF16, q_len=2),
+    "heads abreast, behind a cut pair": replace(GROUPS_CUT, k_scale="head"),
+    "heads abreast, three": replace(GROUPS, num_kv_heads=3, num_q_heads=6, v_scale="head"),
+    "heads abreast, more than a block of slices": replace(GROUPS, lengths=(2300,), num_ctas=2, page_size=32),
+    "heads one by one, for they have sinks": replace(GROUPS, sinks=True),
     "one CTA": replace(SMALL, lengths=(300, 5, 0, 90), num_ctas=1, kv_dtype=FP8),
     "batch-invariant": replace(SMALL, lengths=(1100, 65, 0, 1), batch_invariant=True, q_len=2, kv_dtype=FP8),
     "no tokens at all": replace(SMALL, lengths=(0, 0)),

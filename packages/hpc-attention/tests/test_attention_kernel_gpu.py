@@ -63,6 +63,18 @@ def test_any_number_of_ctas(kv_dtype: torch.dtype, num_ctas: int) -> None:
     run_twice(problem.make("cuda"))
 
 
+@pytest.mark.parametrize("num_ctas", [1, 2, 5, 16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
+def test_heads_abreast(kv_dtype: torch.dtype, head_dim: int, num_ctas: int) -> None:
+    """Groups of 2, 4 and 8 heads, the first pieces of a CTA and later ones, behind cut pairs and short ones."""
+    problem = replace(
+        SMALL, lengths=(1000, 260, 0, 700, 100, 3000), num_q_heads=16, num_kv_heads=8, head_dim=head_dim,
+        kv_dtype=kv_dtype, num_ctas=num_ctas, k_scale="head", v_scale="head",
+    )  # fmt: skip
+    run_twice(problem.make("cuda"))
+
+
 @pytest.mark.parametrize("kv_dtype", [BF16, FP8])
 def test_large_batch_and_long_request(kv_dtype: torch.dtype) -> None:
     """4,096 requests; one request of 1,048,576 tokens, whose equal keys make the output the values' mean."""

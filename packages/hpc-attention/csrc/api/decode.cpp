@@ -78,7 +78,11 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
   check(batch >= 0 && batch <= max_batch, kWhere, "batch", text("0 to ", max_batch), batch);
   const int32_t group = num_q_heads / num_kv_heads;
   const int32_t rows = q_len * group;
-  const DecodeProblem problem = problem_of(kv, head_dim, rows, per_token_scale, stages);
+  DecodeProblem problem = problem_of(kv, head_dim, rows, per_token_scale, stages);
+  problem.num_kv_heads = num_kv_heads;
+  const bool one_page = page_size >= hpc::attention::decode_plain_page(problem.kv);
+  problem.plain = one_page && softcap == 0 && window == 0 && sinks == 0 && !per_token_scale && !batch_invariant &&
+                  query == (problem.kv == KvKind::kFp16 ? 1 : 0);
 
   hpc::DecodeShape shape = {};
   shape.num_kv_heads = num_kv_heads;

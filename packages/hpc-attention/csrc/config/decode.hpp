@@ -19,12 +19,16 @@ struct DecodeProblem {
   int32_t rows;          // q_len * query heads a KV head, 1 .. 128
   bool per_token_scale;  // keys have a scale of their own
   int32_t stages = 0;    // slices in flight a warp; 0: decode_stages()
+  int32_t num_kv_heads = 1;
+  bool plain = false;  // nothing is asked for that a plain kernel leaves out: see plain_params()
 };
 
 struct DecodeConfig {
   int32_t row_tiles;   // row tiles of 8 that a CTA handles at once: 1, 2, 4
   int32_t row_groups;  // CTAs that share a run of tiles, each with its own rows
   int32_t stages;      // slices of keys and values in flight a warp
+  bool plain;          // a kernel without the code of options (kernels/decode_params.cuh)
+  bool abreast;        // whole pairs of several heads of a request go abreast (kernels/decode.cuh)
   int32_t smem_bytes;  // dynamic shared memory
 };
 
@@ -136,6 +140,14 @@ constexpr bool decode_has_solos(int head_dim, int row_tiles) {
   return row_tiles == 1 && head_dim <= 128;
 }
 
+// Which caches have plain kernels (each is compiled once more for it), and the pages that their slices need.
+constexpr bool decode_has_plain(KvKind kv, int head_dim) {
+  return head_dim == 128 && kv != KvKind::kFp16;
+}
+constexpr int decode_plain_page(KvKind kv) {
+  return kv == KvKind::kE4m3 ? 32 : 16;
+}
+
 // Shared memory of a CTA, in this order: barriers and the walk over its pieces; its pieces; rows of requests; the
 // workers' rings of slices; the merge buffer (each worker's output of one row tile, a team's of all, padded by 4
 // vectors every 32) with the warps' (max, sum) pairs; query rows of the next pieces; the query as fragments with its
@@ -171,6 +183,8 @@ inline DecodeConfig decode_config(const DecodeProblem& problem) {
   config.row_tiles = decode_row_tiles(problem.head_dim, problem.rows);
   config.row_groups = ceil_div(problem.rows, kRowTile * config.row_tiles);
   config.stages = problem.stages > 0 ? problem.stages : decode_stages(problem.kv, problem.head_dim, config.row_tiles);
+  config.plain = problem.plain && problem.stages == 0 && decode_has_plain(problem.kv, problem.head_dim);
+  config.abreast = config.plain && problem.num_kv_heads > 1 && decode_has_solos(problem.head_dim, config.row_tiles);
   const int used =
       decode_smem(problem.kv, problem.head_dim, config.row_tiles, config.stages, problem.per_token_scale).bytes;
   config.smem_bytes = used > kDecodeLeastSmem ? used : kDecodeLeastSmem;

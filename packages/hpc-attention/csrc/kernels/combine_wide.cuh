@@ -119,21 +119,31 @@ struct WideUnit {
   int32_t row_tile;
   int32_t part;
   WideForm form;
+
+  // The pair's unit behind it.
+  __device__ __forceinline__ void next() {
+    ++part;
+    if (part >> form.log_parts == 0) return;
+    part = 0;
+    row_tile += 1 << form.log_tiles;
+  }
 };
 // A unit's place and its pair.
 struct WideTask {
   WideUnit place;
   CombineJob job;
 };
+// Returns how many units of its pair come behind it.
 template <int kDim>
-__device__ __forceinline__ WideTask find_wide_task(const DecodeParams& p, const DecodeHeader& header, int32_t unit,
-                                                   const WideUnits& units) {
+__device__ __forceinline__ int32_t find_wide_task(const DecodeParams& p, const DecodeHeader& header, int32_t unit,
+                                                  const WideUnits& units, WideTask& task) {
   const WideForm invariant = wide_form_invariant<kDim>();
   const UnitInPair at = find_in_pairs(p, header, unit, invariant.units(p.row_tiles),
                                       [&](int32_t pieces) { return units.form<kDim>(pieces).units(p.row_tiles); });
   const WideForm form = header.batch_invariant ? invariant : units.form<kDim>(at.pieces);
-  const WideUnit place = {at.inside >> form.log_parts << form.log_tiles, at.inside & ((1 << form.log_parts) - 1), form};
-  return {place, combine_job(p, header, at.index)};
+  task.place = {at.inside >> form.log_parts << form.log_tiles, at.inside & ((1 << form.log_parts) - 1), form};
+  task.job = combine_job(p, header, at.index);
+  return form.units(p.row_tiles) - 1 - at.inside;
 }
 
 // A thread's sums of kColumns vectors of one row tile, relative to the same (max, sum).
@@ -197,11 +207,10 @@ __device__ __forceinline__ void load_columns(const float4* outputs, const float4
 }
 
 // Adds one part of a row tile (or all of two) of a pair, kLoads pieces of kColumns vectors a thread at once. Everything
-// that does not depend on partial results comes before the wait. As a rehearsal it loads and stores nothing, and
-// doesn't wait.
+// that does not depend on partial results comes before the wait.
 template <int kDim, int kLoads, int kColumns>
 __device__ __forceinline__ void combine_columns(const DecodeParams& p, const CombineJob& job, const WideUnit& unit,
-                                                SumsBuffer<kColumns>& buffer, bool rehearsal, bool& waited) {
+                                                SumsBuffer<kColumns>& buffer, bool& waited) {
   constexpr unsigned kAllLanes = 0xffffffffu;
   constexpr bool kWide = kColumns > 1;
   const auto thread = static_cast<int32_t>(threadIdx.x);
@@ -216,12 +225,12 @@ __device__ __forceinline__ void combine_columns(const DecodeParams& p, const Com
   const float4* pairs = p.partial_ml + first * 4 + (position & 3);
   ResultPlace to = result_place(p, job.request, job.kv_head, row_tile, position);
   const auto find = [&](int32_t piece) {
-    return !rehearsal && to.any[0] && piece < job.pieces ? job.distance(piece) * p.row_tiles : -1;
+    return to.any[0] && piece < job.pieces ? job.distance(piece) * p.row_tiles : -1;
   };
   int32_t rows[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) rows[i] = find(share + shares * i);
-  if (!rehearsal && !waited) {
+  if (!waited) {
     pdl_wait();
     waited = true;
   }
@@ -285,44 +294,63 @@ __device__ __forceinline__ void combine_columns(const DecodeParams& p, const Com
   if (kWide) asm volatile("" : "+r"(to.d), "+r"(to.rows[0].head), "+r"(to.rows[1].head));
 #pragma unroll
   for (int j = 0; j < kColumns; ++j) {
-    store_result(p, to, job.kv_head, sums.o[j], sums.ml, !rehearsal);
+    store_result(p, to, job.kv_head, sums.o[j], sums.ml);
     to.d += vectors / 2;
   }
 }
 
 template <int kDim>
-__global__ void __launch_bounds__(kCombineThreads, 6) combine_wide_kernel(const __grid_constant__ DecodeParams p) {
+__device__ __forceinline__ void combine_wide(const DecodeParams& p) {
   __shared__ union {
     SumsBuffer<1> narrow;
     SumsBuffer<kWideColumns> wide;
   } buffers;
-  __shared__ volatile int32_t count, num_empty;  // wanted behind the wait: no registers for them
+  __shared__ WideTask kept;                          // the current unit's
+  __shared__ volatile int32_t end, left, num_empty;  // wanted behind the wait: no registers for them
   pdl_trigger();
   DecodeHeader header = *p.header;
   header.num_kv_heads = p.num_kv_heads, header.batch_invariant = p.batch_invariant;
   const WideUnits units = count_wide_units<kDim>(p, header);
-  const auto first = static_cast<int32_t>(blockIdx.x), step = static_cast<int32_t>(gridDim.x);
-  if (threadIdx.x == 0) count = units.count, num_empty = header.num_empty;
+  // Where the grid goes through its units more than once, a CTA's follow one another: most are then of the pair before
+  // (of which `left` are left), and need not be looked up.
+  const int32_t each = (units.count + static_cast<int32_t>(gridDim.x) - 1) / static_cast<int32_t>(gridDim.x);
+  int32_t unit = static_cast<int32_t>(blockIdx.x) * each;
+  if (threadIdx.x == 0) end = min(units.count, unit + each), left = 0, num_empty = header.num_empty;
   __syncthreads();
-  bool waited = false, rehearsal = true;
+  bool waited = false;
 #pragma unroll 1
-  for (int32_t unit = first; unit < count; unit += step) {
-    const WideTask task = find_wide_task<kDim>(p, header, unit, units);
+  for (; unit < end; ++unit) {
+    const bool follows = left > 0;
+    __syncthreads();
+    if (follows) {
+      if (threadIdx.x == 0) kept.place.next(), left = left - 1;
+    } else {
+      WideTask task;
+      const int32_t behind = find_wide_task<kDim>(p, header, unit, units, task);
+      if (threadIdx.x == 0) kept = task, left = behind;
+    }
+    __syncthreads();
+    const WideTask task = kept;
     if (task.job.pieces == 0) continue;
-#pragma unroll 1
-    for (;;) {  // the first time twice
-      if (units.log_most > 0) {
-        combine_columns<kDim, 2>(p, task.job, task.place, buffers.wide, rehearsal, waited);
-      } else {
-        combine_columns<kDim, kCombineLoads>(p, task.job, task.place, buffers.narrow, rehearsal, waited);
-      }
-      if (!rehearsal) break;
-      rehearsal = false;
+    if (units.log_most > 0) {
+      combine_columns<kDim, 2>(p, task.job, task.place, buffers.wide, waited);
+    } else {
+      combine_columns<kDim, kCombineLoads>(p, task.job, task.place, buffers.narrow, waited);
     }
   }
   // Of CTAs without work one waits, for the kernel's end is the attention kernel's too; the others leave their SMs.
-  if (!waited && (first == 0 || num_empty > 0)) pdl_wait();
+  if (!waited && (blockIdx.x == 0 || num_empty > 0)) pdl_wait();
   if (num_empty > 0) write_empty<kDim>(p, *p.header);
+}
+
+// kPlain: see plain_params().
+template <int kDim, bool kPlain = false>
+__global__ void __launch_bounds__(kCombineThreads, 6) combine_wide_kernel(const __grid_constant__ DecodeParams p) {
+  if constexpr (kPlain) {
+    combine_wide<kDim>(plain_params(p, false));
+  } else {
+    combine_wide<kDim>(p);
+  }
 }
 
 }  // namespace hpc::attention

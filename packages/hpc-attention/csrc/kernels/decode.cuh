@@ -25,7 +25,7 @@
 
 namespace hpc::attention {
 
-template <KvKind kKind, int kDim, int kRowTiles, int kStages>
+template <KvKind kKind, int kDim, int kRowTiles, int kStages, bool kAbreast>
 class DecodeWorker {
  public:
   static constexpr bool kTeams = decode_has_teams(kDim, kRowTiles);
@@ -40,7 +40,8 @@ class DecodeWorker {
   static constexpr DecodeSmem kSmem = Attention::kSmem;
   using Layout = typename Attention::Layout;
   static constexpr bool kSolos = decode_has_solos(kDim, kRowTiles);
-  using Feed = attention::Feed<kKind, kDim, kRowTiles, kStages>;
+  static_assert(kSolos || !kAbreast);
+  using Feed = attention::Feed<kKind, kDim, kRowTiles, kStages, kAbreast>;
   using Pieces = typename Feed::Pieces;
   using Row = typename Pieces::Row;
   static constexpr int kTokens = Layout::kTokens;  // of a slice
@@ -70,8 +71,9 @@ class DecodeWorker {
                 reinterpret_cast<DecodeRequest*>(smem + kSmem.requests), reinterpret_cast<Row*>(smem + kSmem.pieces)),
         own_(p, base_, first_row_, warp_, lane_) {}
 
-  // cta: row of the plan; run: that row, and `after` the next one, which have been asked for before anything else.
-  __device__ __forceinline__ void run(int32_t cta, const DecodeCta& run, const DecodeCta& after) {
+  // cta: row of the plan; run: that row, and `after` the next one (but of the `last` its own), which have been asked
+  // for before anything else.
+  __device__ __forceinline__ void run(int32_t cta, const DecodeCta& run, const DecodeCta& after, bool last) {
     const RunOrder order = kQuickStart ? run_order(run, after, p_.batch_invariant) : RunOrder{run, {}};
     // A plan that the kernel just before may have written is not touched before the wait. Otherwise the combine kernel
     // may start when every CTA of this one has: it waits for this kernel's end, and this one for what came before. Its
@@ -89,7 +91,9 @@ class DecodeWorker {
     Ring ring(base_ + kSmem.rings + worker_ * Ring::kBytes);
     Feed feed(p_, pieces_, warp_, lane_, own_.scales_);
     typename Feed::Lead lead = {};
-    if (kQuickStart) lead = feed.ask(order.first);
+    if (kQuickStart) {
+      lead = feed.ask(order.first, !kAbreast || order.rest.count > 0 ? 0 : log_first_group(run, after, last, p_));
+    }
     if (warp_ == 0) {
       pieces_.begin(cta, order);
       if (kQuickStart) pieces_.refill(-1);  // while what was asked for is on its way
@@ -114,8 +118,8 @@ class DecodeWorker {
         ring.advance();
         step = 1;
       }
-      if (warp_ == 1) touch_query(piece_);
-      index = 0;
+      if (warp_ == 1 || piece_.log_group() > 0) touch_query(piece_);
+      index = piece_.number();
       slice = piece_.first(worker_);
       end = piece_.end(worker_);
       unread = slice < end;
@@ -133,8 +137,8 @@ class DecodeWorker {
             listed = true;
             if (kQuickStart) feed.follow();
             if (known) {
-              fetched_ = 1;  // by every warp's own loads; its barrier goes to the next phase
-              if (warp_ == 0 && lane_ == 0) mbarrier_arrive(query_full(0));
+              fetched_ = 1 << piece_.log_group();  // by every warp's own loads; its barrier goes to the next phase
+              if (warp_ == 0 && (kAbreast ? lane_ < fetched_ : lane_ == 0)) mbarrier_arrive(query_full(lane_));
             } else {
               if (kQuickStart) index = begin_first();
               if (kQuickStart && index >= 0) {
@@ -171,7 +175,7 @@ class DecodeWorker {
           if (has_query) load_first_query(team_row);
           if (warp_ == 0 && waited) fetch_queries();
           // Before many more slices are asked for, all of the query is.
-          if (kTeams && waits && pieces_.known(0).turn > kStages * kWorkers) __syncthreads();
+          if (kTeams && waits && pieces_[0].count >= 2 * kStages * kWorkers) __syncthreads();
           if (warp_ == kDecodeWarps - 1 && !touched && feed.final()) {
             touch_plan(cta, max(index, 0) / kDecodeEpoch);
             touched = true;
@@ -285,10 +289,11 @@ class DecodeWorker {
     if (known == 0) return -1;
     const unsigned shared = ~__ballot_sync(kAllLanes, lane_ < known && pieces_[lane_].solo >= 0);
     const int32_t solos = __ffs(static_cast<int>(shared)) - 1;
-    fetched_ = max(solos, 1);  // by their warps' own loads; their barriers go to the next phase
+    const int32_t grouped = kAbreast ? 1 << pieces_[0].log_group() : 1;
+    fetched_ = max(solos, grouped);  // by their warps' own loads; their barriers go to the next phase
     if (warp_ == 0 && lane_ < fetched_) mbarrier_arrive(query_full(lane_));
     if (solos > 0 && warp_ >= solos) return -1;
-    const int32_t index = solos > 0 ? warp_ : 0;
+    const int32_t index = solos > 0 ? warp_ : pieces_[0].number_of(warp_);
     piece_ = pieces_[index];
     own_.begin(piece_.high, piece_.limit);
     return index;
@@ -385,6 +390,7 @@ class DecodeWorker {
 
   // Writes the piece's result.
   __device__ __forceinline__ void finish() {
+    if (kAbreast && !mine()) return;
     if (!kSolos || piece_.solo < 0) {
       merge();
     } else if (mine()) {
@@ -393,7 +399,7 @@ class DecodeWorker {
   }
 
   // Whether this warp has a part in the current piece.
-  __device__ __forceinline__ bool mine() const { return !kSolos || piece_.solo < 0 || piece_.solo == warp_; }
+  __device__ __forceinline__ bool mine() const { return !kSolos || piece_.has(warp_); }
 
   // A solo piece's output, from registers.
   __device__ __forceinline__ void write_solo() {
@@ -432,12 +438,19 @@ class DecodeWorker {
       if constexpr (kTeams) {
         own_.template add_columns<kTilePitch>(group_ * kRowTiles, tiles, piece_.slot, piece_.request, piece_.kv_head);
       } else {
+        if constexpr (kAbreast) {
+          if (piece_.group > 0) {
+            merge_group();
+            mbarrier_arrive(merge_free());
+            return;
+          }
+        }
         for (int32_t vector = static_cast<int32_t>(threadIdx.x); vector < 2 * kDim * min(kMerged, tiles);
              vector += kDecodeThreads) {
           const int32_t buffer = vector / (2 * kDim), position = vector % (2 * kDim);
           const int32_t row_tile = group_ * kRowTiles + n + buffer;
           float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f), ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
-          sum_of_workers(buffer, position, o, ml);
+          sum_of_workers<kWorkers>(buffer, position, 0, 0, o, ml);
           if (piece_.slot < 0) {
             store_result(p_, result_place(p_, piece_.request, piece_.kv_head, row_tile, position), piece_.kv_head, o,
                          ml);
@@ -449,6 +462,18 @@ class DecodeWorker {
         }
       }
       mbarrier_arrive(merge_free());  // every lane for itself: racecheck doesn't follow one that speaks for its warp
+    }
+  }
+
+  // The results of a group, whose pieces are whole.
+  __device__ __forceinline__ void merge_group() {
+    const int32_t log_group = piece_.log_group(), first_head = piece_.kv_head - piece_.number();
+#pragma unroll 1
+    for (int32_t vector = static_cast<int32_t>(threadIdx.x); vector < 2 * kDim << log_group; vector += kDecodeThreads) {
+      const int32_t number = vector / (2 * kDim), position = vector % (2 * kDim), kv_head = first_head + number;
+      float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f), ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
+      sum_of_workers<kWorkers / 2>(0, position, number, log_group, o, ml);
+      store_result(p_, result_place(p_, piece_.request, kv_head, 0, position), kv_head, o, ml);
     }
   }
 
@@ -484,8 +509,11 @@ class DecodeWorker {
     }
   }
 
-  // Adds vector `position` of all workers, in the order of their slices. (Of teams: add_columns().)
-  __device__ __forceinline__ void sum_of_workers(int32_t buffer, int32_t position, float4& o, float4& ml) {
+  // Adds vector `position` of all workers, or of those that share piece `number` of a group (kMost at most), in the
+  // order of their slices. (Of teams: add_columns().)
+  template <int kMost>
+  __device__ __forceinline__ void sum_of_workers(int32_t buffer, int32_t position, int32_t number, int32_t log_group,
+                                                 float4& o, float4& ml) {
     constexpr int kElements = Layout::kValueElements;
     const int32_t d = 2 * (position >> 2);
     const int32_t tile = d / (8 * kElements) * (kElements / 2) + d % kElements / 2;
@@ -493,16 +521,20 @@ class DecodeWorker {
                            (4 * (d / kElements % 8) + (position & 3)) * 16;
     const uint32_t all_pairs = base_ + kSmem.pairs + buffer * (kDecodeWarps * 64) + (position & 3) * 16;
     // All are asked for at once.
-    float4 pairs[kWorkers], outputs[kWorkers];
+    float4 pairs[kMost], outputs[kMost];
 #pragma unroll
-    for (int i = 0; i < kWorkers; ++i) {
-      pairs[i] = lds_float4(all_pairs + i * 64);
-      outputs[i] = lds_float4(merge + i * (kOutTiles * kTilePitch));
+    for (int i = 0; i < kMost; ++i) {
+      const int32_t worker = kMost < kWorkers ? number + (i << log_group) : i;
+      pairs[i] = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
+      outputs[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (kMost < kWorkers && worker >= kWorkers) continue;
+      pairs[i] = lds_float4(all_pairs + worker * 64);
+      outputs[i] = lds_float4(merge + worker * (kOutTiles * kTilePitch));
     }
 #pragma unroll
-    for (int i = 0; i < kWorkers; ++i) ml.x = fmaxf(ml.x, pairs[i].x), ml.z = fmaxf(ml.z, pairs[i].z);
+    for (int i = 0; i < kMost; ++i) ml.x = fmaxf(ml.x, pairs[i].x), ml.z = fmaxf(ml.z, pairs[i].z);
 #pragma unroll
-    for (int i = 0; i < kWorkers; ++i) {
+    for (int i = 0; i < kMost; ++i) {
       const float f0 = exp2_approx(pairs[i].x - ml.x), f1 = exp2_approx(pairs[i].z - ml.z);
       ml.y += pairs[i].y * f0, ml.w += pairs[i].w * f1;
       o.x += outputs[i].x * f0, o.y += outputs[i].y * f1, o.z += outputs[i].z * f0, o.w += outputs[i].w * f1;
@@ -522,11 +554,10 @@ class DecodeWorker {
   Attention own_;                                    // this warp's part
 };
 
-template <KvKind kKind, int kDim, int kRowTiles, int kStages>
-__global__ void __maxnreg__(decode_registers(kKind, kDim, kRowTiles))
-    decode_kernel(const __grid_constant__ DecodeParams p) {
+template <KvKind kKind, int kDim, int kRowTiles, int kStages, bool kAbreast>
+__device__ __forceinline__ void run_decode(const DecodeParams& p) {
   extern __shared__ __align__(128) char smem[];
-  using Worker = DecodeWorker<kKind, kDim, kRowTiles, kStages>;
+  using Worker = DecodeWorker<kKind, kDim, kRowTiles, kStages, kAbreast>;
   // The first load waits for this row; the division is left out where it can be. (As far as the compiler knows threads
   // read different rows: what follows from them so stays out of the uniform registers, which are slow to reach.)
   if (p.early_slices == 0) pdl_wait();
@@ -536,7 +567,19 @@ __global__ void __maxnreg__(decode_registers(kKind, kDim, kRowTiles))
   const int32_t last = (!Worker::kGroups || p.row_groups == 1 ? ctas : ctas / p.row_groups) - 1;
   const int32_t none = static_cast<int32_t>(threadIdx.x) / kDecodeThreads;  // less than 1
   const DecodeCta run = p.ctas[cta + none], after = p.ctas[min(cta + 1, last) + none];
-  Worker(p, smem).run(cta, run, after);
+  Worker(p, smem).run(cta, run, after, cta == last);
+}
+
+// kPlain: see plain_params(). kAbreast: whether whole pairs of several heads of a request, one behind the other in a
+// run, go abreast.
+template <KvKind kKind, int kDim, int kRowTiles, int kStages, bool kPlain = false, bool kAbreast = false>
+__global__ void __maxnreg__(decode_registers(kKind, kDim, kRowTiles))
+    decode_kernel(const __grid_constant__ DecodeParams p) {
+  if constexpr (kPlain) {
+    run_decode<kKind, kDim, kRowTiles, kStages, kAbreast>(plain_params(p, kKind == KvKind::kFp16));
+  } else {
+    run_decode<kKind, kDim, kRowTiles, kStages, kAbreast>(p);
+  }
 }
 
 }  // namespace hpc::attention

@@ -1,12 +1,12 @@
-// The issuing side of the decode kernel: the list of a CTA's pieces, and the copies of keys and values into each warp's
-// ring, ahead of the arithmetic and across the ends of pieces and requests.
+// The issuing side of the decode kernel: the copies of keys and values into each warp's ring, ahead of the arithmetic
+// and across the ends of pieces and requests.
 //
 // In a full memory system every trip takes as long as what a CTA has asked for before: 128 KB in flight are 3.7 us at
 // an SM's share. So nothing in the loop waits for a trip that was not started long before: request rows and pieces lie
 // in shared memory, page ids are loaded 32 slices ahead, queries several pieces ahead.
 #pragma once
 
-#include "../config/decode.hpp"
+#include "decode_pieces.cuh"
 #include "decode_query.cuh"
 #include "decode_slice.cuh"
 #include "hpc/fifo.cuh"
@@ -14,207 +14,15 @@
 
 namespace hpc::attention {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
-
-// First tokens any row sees and one past the last, of a request's row of the map.
-struct TokenRange {
-  int32_t low;
-  int32_t high;
-};
-__device__ __forceinline__ TokenRange visible_tokens(const DecodeRequest& request, const DecodeParams& p) {
-  const int32_t high = min(request.seq_len, p.capacity);
-  const int32_t low = p.window > 0 ? max(high - p.q_len + 1 - p.window, 0) : 0;
-  return {low, high};
-}
-
-// A piece of a CTA as its workers (warps or teams of them) need it. Its slices (see decode_slice_tokens(), numbered
-// from position 0 on, those of 128 tokens by their first 64) are dealt out to the workers in one round with those of
-// the CTA's other pieces: slice n of all goes to worker n mod 8 (or 2), so that many pieces keep every one busy. The
-// order of the slices inside a piece, and of the workers that share them, does not depend on where the round stands.
-// Solo pieces (see decode_solo_slices()) go to one warp each, in a round of their own.
-template <int kTokens, int kWorkers>  // tokens of a slice
-struct alignas(16) PieceRow {
-  static constexpr int kSoloSlices = decode_solo_slices(kTokens);
-  static constexpr int kUnit = kTokens < kTileTokens ? kTokens : kTileTokens;  // tokens from one number to the next
-  static constexpr int kNumbers = kTokens / kUnit;                             // numbers of a slice
-  int32_t turn;       // slices of the pieces before, solo pieces left out
-  int32_t solos;      // solo pieces before
-  int32_t begin;      // its first slice
-  int32_t count;      // slices, at least one (of no visible token where the page table is too short for the length)
-  int32_t low, high;  // tokens that any row sees
-  int32_t request, kv_head;
-  int32_t slot;   // of its partial result; -1: the piece is whole
-  int32_t solo;   // the warp that has all of it, or -1
-  int32_t limit;  // one past its last token
-  int32_t unused;
-
-  // Whether a piece whose solo is not yet known is a solo piece, where the kernel has such.
-  __device__ __forceinline__ bool can_be_solo() const { return slot < 0 && count <= kSoloSlices; }
-
-  // Slices of a worker in the pieces before.
-  __device__ __forceinline__ int32_t before(int32_t worker) const {
-    return ((turn + kWorkers - 1 - worker) / kWorkers) + kSoloSlices * ((solos + kWorkers - 1 - worker) / kWorkers);
-  }
-  // A worker's place in the order of a piece that is not solo.
-  __device__ __forceinline__ int32_t place(int32_t worker) const { return (worker - turn) & (kWorkers - 1); }
-  // A worker's first slice, the distance to its next, and one past its last (`begin`: it has none).
-  __device__ __forceinline__ int32_t first(int32_t worker) const {
-    return solo < 0 ? begin + kNumbers * place(worker) : begin;
-  }
-  __device__ __forceinline__ int32_t step() const { return solo < 0 ? kNumbers * kWorkers : 1; }
-  __device__ __forceinline__ int32_t end(int32_t worker) const {
-    return solo < 0 ? begin + kNumbers * count : begin + (solo == worker ? kSoloSlices : 0);
-  }
-};
-static_assert(sizeof(PieceRow<16, kDecodeWarps>) == kDecodePieceBytes);
-
-// A piece as a row that may be the list's next; turn, solos and solo are the list's.
-template <int kTokens, int kWorkers>
-__device__ __forceinline__ PieceRow<kTokens, kWorkers> piece_row(const DecodePiece& piece, const DecodeRequest& request,
-                                                                 const DecodeParams& p) {
-  const TokenRange range = visible_tokens(request, p);
-  const int32_t low = max((request.first_tile + piece.tile_begin) * kTileTokens, range.low);
-  const int32_t high = min((request.first_tile + piece.tile_end) * kTileTokens, range.high);
-  PieceRow<kTokens, kWorkers> row = {};
-  row.begin = low / row.kUnit;
-  row.count = max((high - row.begin * row.kUnit + kTokens - 1) / kTokens, 1);
-  row.limit = high;
-  row.low = range.low;
-  row.high = range.high;
-  row.request = piece.request;
-  row.kv_head = piece.kv_head;
-  row.slot = piece.whole ? -1 : static_cast<int32_t>(piece.slot);
-  row.solo = -1;
-  return row;
-}
-
-// How far a list has got: its pieces, and a row that would come next (its turn and solos).
-struct Known {
-  int32_t pieces;
-  int32_t turn;
-  int32_t solos;
-  bool all;  // no piece comes after these
-};
-
-// The CTA's pieces, a ring of kDecodePieces rows in shared memory. Warp 0 writes it: as many as fit at the start, then
-// in each epoch of kDecodeEpoch pieces as many as ended in the one before.
-//
-// Warp 0 adds during epoch e, behind the barrier between e - 1 and e; the others see what was added during e - 1. Rows
-// of epochs before e may be overwritten: every warp is done with them. So a warp in epoch e sees at least 7 epochs'
-// pieces, e's own among them. It asks for slices at most 4 rounds ahead, or 4 solo pieces: in at most 40 pieces from
-// its own.
-template <int kTokens, int kWorkers, int kDim, bool kSolos>
-class PieceList {
- public:
-  using Row = PieceRow<kTokens, kWorkers>;
-  struct State {
-    uint64_t query_full[2 * kDecodeEpoch];
-    uint64_t merge_free;
-    DecodeCursor cursor, rest;
-    Known known[2];  // by the parity of the epoch during which it was written
-  };
-  static_assert(sizeof(State) <= kDecodeWalkBytes);
-
-  // State and arrays: in shared memory, as decode_smem() has them.
-  __device__ __forceinline__ PieceList(const DecodeParams& p, State& state, DecodeRequest* requests, Row* pieces)
-      : p_(p), state_(state), requests_(requests), pieces_(pieces) {}
-
-  // Warp 0: asks for request rows, which it alone reads, in one trip to memory.
-  __device__ __forceinline__ void start(int32_t cta) {
-    const auto lane = static_cast<int32_t>(threadIdx.x);
-    // A small batch's rows are read beside the CTA's row, a large one's from the CTA's first request on. (Volatile, so
-    // that no select makes the small batch wait for the row.)
-    if (p_.batch > kCached) first_ = static_cast<const volatile DecodeCta&>(p_.ctas[cta]).request;
-    cached_ = min(p_.batch - first_, kCached);
-    const auto* source = reinterpret_cast<const uint4*>(p_.requests + first_);  // two a row
-    const uint32_t to = shared_address(requests_);
-#pragma unroll 4
-    for (int32_t i = lane; i < 2 * cached_; i += 32) cp_async16(to + 16 * i, source + i);
-    cp_async_commit();
-  }
-
-  // Warp 0, before it asks for a slice: the rows are there; goes to the CTA's first piece.
-  __device__ __forceinline__ void begin(int32_t cta, const RunOrder& order) {
-    if (threadIdx.x == 0) {
-      state_.cursor = decode_cursor(cta, order.first);
-      state_.cursor.count += order.rest.count > 0;  // so that it is known not to begin the run
-      state_.rest = decode_cursor(cta, order.rest);
-    }
-    cp_async_wait<0>();
-    __syncwarp();
-  }
-
-  // Warp 0, during epoch `epoch` (-1: before the first): refills the list.
-  __device__ __forceinline__ void refill(int32_t epoch) {
-    filled_ = epoch;
-    const int32_t most = max(epoch, 0) * kDecodeEpoch + kDecodePieces;
-    DecodeCursor cursor = state_.cursor;
-    DecodeHeader header = {};  // the fields that next_piece reads
-    header.num_kv_heads = p_.num_kv_heads;
-    header.batch_invariant = p_.batch_invariant;
-    __syncwarp();
-#pragma unroll 1
-    while (added_.pieces < most && cursor.left > 0) {
-      const int32_t request = cursor.request, cached = request - first_;
-      const DecodeRequest row = cached < cached_ ? requests_[cached] : p_.requests[request];
-      cursor.request = 0;  // of the one row that next_piece is given
-      DecodePiece piece;
-      next_piece(cursor, header, &row, &piece);
-      piece.request = request;
-      if (cursor.request == 0) cursor.request = request;  // else the next one, which is never 0
-      Row made = piece_row<kTokens, kWorkers>(piece, row, p_);
-      made.turn = added_.turn;
-      made.solos = added_.solos;
-      if (kSolos && made.can_be_solo()) {
-        made.solo = added_.solos++ & (kWorkers - 1);
-      } else {
-        added_.turn += made.count;
-      }
-      if (threadIdx.x == 0) pieces_[added_.pieces & (kDecodePieces - 1)] = made;
-      ++added_.pieces;
-      if (added_.pieces == 1 && cursor.left == 0) cursor = state_.rest;
-    }
-    const bool told = added_.all;  // so the other epochs' readers know it already
-    added_.all = cursor.left <= 0;
-    if (threadIdx.x == 0) {
-      state_.cursor = cursor;
-      state_.known[epoch & 1] = added_;
-      if (epoch < 0) state_.known[0] = added_;
-    }
-    if (added_.all && (told || epoch < 0)) filled_ = kFilled;
-    __syncwarp();
-  }
-
-  // Warp 0: whether this epoch's refill is still to be done, and how many pieces it has added.
-  __device__ __forceinline__ bool stale(int32_t epoch) const { return filled_ != epoch && filled_ != kFilled; }
-  __device__ __forceinline__ int32_t added() const { return added_.pieces; }
-
-  // What every warp may read during an epoch.
-  __device__ __forceinline__ Known known(int32_t epoch) const { return state_.known[(epoch + 1) & 1]; }
-
-  __device__ __forceinline__ const Row& operator[](int32_t index) const { return pieces_[index & (kDecodePieces - 1)]; }
-
- private:
-  static constexpr int kCached = decode_cached_requests(kDim);
-  static constexpr int32_t kFilled = 0x7fffffff;  // no refill is left
-
-  const DecodeParams& p_;
-  State& state_;
-  DecodeRequest* requests_;
-  Row* pieces_;
-  int32_t first_ = 0, cached_ = 0;  // requests whose rows are kept here
-  int32_t filled_ = -2;             // epoch of the last refill
-  Known added_ = {};
-};
-
 // One warp's copies: its slices of all pieces in the list, one after the other; of a team's slice its own tokens.
-template <KvKind kKind, int kDim, int kRowTiles, int kStages>
+template <KvKind kKind, int kDim, int kRowTiles, int kStages, bool kAbreast>
 class Feed {
  public:
   static constexpr bool kSolos = decode_has_solos(kDim, kRowTiles);
   static constexpr int kWorkers = decode_workers(kDim, kRowTiles), kShare = kDecodeWarps / kWorkers;
+  static constexpr int kLogWorkers = kWorkers == 8 ? 3 : 1;
   using Layout = SliceLayout<kKind, kDim, decode_slice_tokens(kKind, kDim, kRowTiles, kStages)>;
-  using Pieces = PieceList<Layout::kTokens, kWorkers, kDim, kSolos>;
+  using Pieces = PieceList<Layout::kTokens, kWorkers, kDim, kSolos, kAbreast>;
   using Row = typename Pieces::Row;
   using Ring = WarpRing<kStages, Layout::kSlotBytes>;
 
@@ -227,21 +35,24 @@ class Feed {
         own_(warp % kShare * kOwn),
         lane_(lane),
         scales_(scales),
-        log_ids_(max((kOwn == 32 ? 5 : 4) - p.page_shift, 0)) {}
+        log_ids_(p.one_page ? 0 : max((kOwn == 32 ? 5 : 4) - p.page_shift, 0)) {}
 
   // What the first block is made of before the list of pieces is there: the CTA's own row and its request's, and page
   // ids that are asked for beside the request's row, so as if nothing lay before a window.
+  // log_group: log2 of the pieces of the first one's group.
   struct Lead {
     DecodeCta run;
     DecodeRequest request;
     uint32_t id;
+    int32_t log_group;
   };
-  __device__ __forceinline__ Lead ask(const DecodeCta& run) const {
+  __device__ __forceinline__ Lead ask(const DecodeCta& run, int32_t log_group) const {
     Lead lead = {};
     lead.run = run;
+    lead.log_group = kAbreast ? log_group : 0;
     if (run.count == 0 || p_.batch_invariant) return lead;
     lead.request = p_.requests[run.request];
-    const int32_t token = lead_token(run);
+    const int32_t token = lead_token(run, log_group);
     if (token < min((run.tile + run.count) * kTileTokens, p_.capacity)) {
       lead.id = p_.page_table[run.request * p_.page_table_stride + (token >> p_.page_shift)];
     }
@@ -256,18 +67,22 @@ class Feed {
     piece.tile_begin = run.tile;
     piece.tile_end = min(run.tile + run.count, lead.request.num_tiles);
     piece.whole = run.tile == 0 && piece.tile_end == lead.request.num_tiles;
+    const int32_t number = worker_ & ((1 << lead.log_group) - 1);
     piece.request = run.request;
-    piece.kv_head = run.kv_head;
+    piece.kv_head = run.kv_head + number;
     piece.slot = slot;
-    const Row row = piece_row<kTokens, kWorkers>(piece, lead.request, p_);
+    Row row = piece_row<Row>(piece, lead.request, p_);
     if (row.begin * Row::kUnit != run.tile * kTileTokens || row.can_be_solo()) return false;
-    count_ = min((row.count + kWorkers - 1 - worker_) / kWorkers, 32 >> log_ids_);
-    where_ = (row.begin + Row::kNumbers * (worker_ + min(lane_, count_ - 1) * kWorkers)) * kDecodePieces;
-    ids_[0] = lead_token(run) < row.high ? min(lead.id, p_.last_page) : 0;
+    row.join(lead.log_group, number);
+    const int32_t place = worker_ >> lead.log_group, step = kWorkers >> lead.log_group;
+    const int32_t slices = row.count + step - 1 - place;
+    count_ = min(kAbreast ? slices >> (kLogWorkers - lead.log_group) : slices / kWorkers, 32 >> log_ids_);
+    where_ = (row.begin + Row::kNumbers * (place + min(lane_, count_ - 1) * step)) * kDecodePieces + number;
+    ids_[0] = lead_token(run, lead.log_group) < row.high ? min(lead.id, p_.last_page) : 0;
     low_ = row.low;
     high_ = row.high;
     limit_ = row.limit;
-    kv_head_ = run.kv_head;
+    kv_head_ = piece.kv_head;
     first = row;
     return true;
   }
@@ -275,7 +90,8 @@ class Feed {
   // Asks for the first slice in the shortest way, where it is as most are: in one page, all of its tokens seen, none of
   // them this step's unless `all` may be read. False: it is left to push(ring).
   __device__ __forceinline__ bool push_first(const Ring& ring, const Row& first, bool all) {
-    const int32_t token = first.begin * Row::kUnit + worker_ * kTokens + own_;
+    const int32_t place = worker_ >> first.log_group();
+    const int32_t token = first.begin * Row::kUnit + place * kTokens + own_;
     if (count_ <= 0 || log_ids_ > 0 || p_.per_token_scale) return false;
     if (token < low_ || token + kOwn > min(limit(), high_ - (all ? 0 : p_.q_len))) return false;
     push(ring, slice_at(token));
@@ -549,8 +365,8 @@ class Feed {
   }
 
   // The first token of the page whose id this lane holds in the first block.
-  __device__ __forceinline__ int32_t lead_token(const DecodeCta& run) const {
-    const int32_t slice = worker_ + (lane_ >> log_ids_) * kWorkers;
+  __device__ __forceinline__ int32_t lead_token(const DecodeCta& run, int32_t log_group) const {
+    const int32_t slice = (worker_ >> log_group) + (lane_ >> log_ids_) * (kWorkers >> log_group);
     return run.tile * kTileTokens + slice * kTokens + own_ + page_of_slice();
   }
 

@@ -81,19 +81,16 @@ __device__ __forceinline__ ResultPlace result_place(const DecodeParams& p, int32
   return to;
 }
 
-// Normalises a vector and writes output and lse. Without `real` it goes through the same instructions, but touches no
-// global memory (see combine.cuh).
+// Normalises a vector and writes output and lse.
 __device__ __forceinline__ void store_result(const DecodeParams& p, const ResultPlace& to, int32_t kv_head,
-                                             const float4& o, const float4& ml, bool real = true) {
-  const float v_scale = real && p.v_scale != nullptr ? p.v_scale[kv_head * p.v_scale_head_stride] : p.v_factor;
+                                             const float4& o, const float4& ml) {
+  const float v_scale = p.v_scale != nullptr ? p.v_scale[kv_head * p.v_scale_head_stride] : p.v_factor;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const bool any = real && to.any[i];
+    if (!to.any[i]) continue;
     const float m = i == 0 ? ml.x : ml.z, l = i == 0 ? ml.y : ml.w;
-    const float factor = output_factor(p, to.rows[i], m, l, v_scale, any && p.sinks != nullptr);
-    uint32_t pair = output_pair(p, (i == 0 ? o.x : o.y) * factor, (i == 0 ? o.z : o.w) * factor);
-    asm volatile("" : "+r"(pair));  // made whether it is stored or not
-    if (!any) continue;
+    const float factor = output_factor(p, to.rows[i], m, l, v_scale, p.sinks != nullptr);
+    const uint32_t pair = output_pair(p, (i == 0 ? o.x : o.y) * factor, (i == 0 ? o.z : o.w) * factor);
     *reinterpret_cast<uint32_t*>(p.out + 2 * (to.rows[i].element + to.d)) = pair;
     if (p.lse != nullptr && to.d == 0) store_lse(p, to.rows[i], m, l);
   }

@@ -75,10 +75,29 @@ struct DecodeParams {
   bool batch_invariant;
   bool out_fp16;         // else bf16
   bool per_token_scale;  // k_scale is per token
+  bool one_page;         // every slice lies in one page
   // Slices a warp asks for before its wait; 0: the plan or the cache's older tokens are written by the kernel just
   // before.
   int32_t early_slices;
 };
+
+// What most calls are: no softcap, window or sinks, keys without scales of their own, slices in one page each, an
+// ordinary plan, query and output bf16 (fp16 with an fp16 cache). A kernel that knows this leaves out a quarter of its
+// instructions, and what is left lies closer together: each call fetches them again, beside the flood of its keys and
+// values. So such a kernel works on a copy of its parameters in which these are constants.
+__device__ __forceinline__ DecodeParams plain_params(const DecodeParams& given, bool fp16) {
+  DecodeParams p = given;
+  p.softcap = 0.0f;
+  p.window = 0;
+  p.sinks = nullptr;
+  p.per_token_scale = false;
+  p.one_page = true;
+  p.batch_invariant = false;
+  p.query = fp16 ? QueryKind::kFp16 : QueryKind::kBf16;
+  p.q_scale = nullptr;
+  p.out_fp16 = fp16;
+  return p;
+}
 
 // In which order a CTA takes its run. With the last piece first, where that is a cut pair's and no longer than the
 // others together: what ends the run is then long enough to hide the merging of everything before it.

@@ -12,7 +12,7 @@ DecodeKernel find_kernel(const DecodeProblem& problem, const DecodeConfig& confi
   const auto find = problem.kv == KvKind::kBf16   ? decode_kernel_bf16
                     : problem.kv == KvKind::kFp16 ? decode_kernel_fp16
                                                   : decode_kernel_e4m3;
-  const DecodeKernel kernel = find(problem.head_dim, config.row_tiles, config.stages);
+  const DecodeKernel kernel = find(problem.head_dim, config);
   check(kernel != nullptr, "hpc_attention.decode", "head_dim, stages", "a compiled combination",
         text(problem.head_dim, ", ", config.stages));
   return kernel;
@@ -38,10 +38,11 @@ void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int
                       .stream = stream},
          params);
   if (combine_ctas < 0) return;
-  const DecodeKernel combine = problem.head_dim == 64                                     ? combine_kernel<64>
-                               : problem.head_dim == 256                                  ? combine_kernel<256>
-                               : decode_combines_wide(problem.head_dim, config.row_tiles) ? combine_wide_kernel<128>
-                                                                                          : combine_kernel<128>;
+  const DecodeKernel combine = problem.head_dim == 64    ? combine_kernel<64>
+                               : problem.head_dim == 256 ? combine_kernel<256>
+                               : decode_combines_wide(problem.head_dim, config.row_tiles)
+                                   ? (config.plain ? combine_wide_kernel<128, true> : combine_wide_kernel<128>)
+                                   : combine_kernel<128>;
   launch(
       combine,
       LaunchConfig{.grid = dim3(static_cast<unsigned>(combine_ctas)), .block = dim3(kCombineThreads), .stream = stream},

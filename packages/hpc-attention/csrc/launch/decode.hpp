@@ -11,9 +11,9 @@ namespace hpc::attention {
 using DecodeKernel = void (*)(DecodeParams);
 
 // The attention kernel for a kind of cache; null where there is none. One source file a kind.
-DecodeKernel decode_kernel_bf16(int32_t head_dim, int32_t row_tiles, int32_t stages);
-DecodeKernel decode_kernel_fp16(int32_t head_dim, int32_t row_tiles, int32_t stages);
-DecodeKernel decode_kernel_e4m3(int32_t head_dim, int32_t row_tiles, int32_t stages);
+DecodeKernel decode_kernel_bf16(int32_t head_dim, const DecodeConfig& config);
+DecodeKernel decode_kernel_fp16(int32_t head_dim, const DecodeConfig& config);
+DecodeKernel decode_kernel_e4m3(int32_t head_dim, const DecodeConfig& config);
 
 // CTAs of the attention kernel on one SM of the current device that a plan should count on: resident at once, and at
 // most kDecodeCtasPerSm.

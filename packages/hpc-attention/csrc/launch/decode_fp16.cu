@@ -2,8 +2,8 @@
 
 namespace hpc::attention {
 
-DecodeKernel decode_kernel_fp16(int32_t head_dim, int32_t row_tiles, int32_t stages) {
-  return decode_instance<KvKind::kFp16>(head_dim, row_tiles, stages);
+DecodeKernel decode_kernel_fp16(int32_t head_dim, const DecodeConfig& config) {
+  return decode_instance<KvKind::kFp16>(head_dim, config);
 }
 
 }  // namespace hpc::attention

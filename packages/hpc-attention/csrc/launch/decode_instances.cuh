@@ -6,15 +6,25 @@
 
 namespace hpc::attention {
 
-template <KvKind kKind, int kDim, int kRowTiles, int kStages = decode_stages(kKind, kDim, kRowTiles)>
-constexpr DecodeKernel kDecodeInstance = decode_kernel<kKind, kDim, kRowTiles, kStages>;
+template <KvKind kKind, int kDim, int kRowTiles, bool kPlain = false, bool kAbreast = false>
+constexpr DecodeKernel kDecodeInstance =
+    decode_kernel<kKind, kDim, kRowTiles, decode_stages(kKind, kDim, kRowTiles), kPlain, kAbreast>;
 
 template <KvKind kKind>
-DecodeKernel decode_instance(int32_t head_dim, int32_t row_tiles, int32_t stages) {
-  if (head_dim == 128 && row_tiles == 1 && stages == decode_other_stages(kKind)) {
-    return kDecodeInstance<kKind, 128, 1, decode_other_stages(kKind)>;
+DecodeKernel decode_instance(int32_t head_dim, const DecodeConfig& config) {
+  const int32_t row_tiles = config.row_tiles;
+  if (head_dim == 128 && row_tiles == 1 && config.stages == decode_other_stages(kKind)) {
+    return decode_kernel<kKind, 128, 1, decode_other_stages(kKind)>;
   }
-  if (stages != decode_stages(kKind, head_dim, row_tiles)) return nullptr;
+  if (config.stages != decode_stages(kKind, head_dim, row_tiles)) return nullptr;
+  if constexpr (decode_has_plain(kKind, 128)) {
+    if (config.plain) {
+      return config.abreast   ? kDecodeInstance<kKind, 128, 1, true, true>
+             : row_tiles == 1 ? kDecodeInstance<kKind, 128, 1, true>
+             : row_tiles == 2 ? kDecodeInstance<kKind, 128, 2, true>
+                              : kDecodeInstance<kKind, 128, 4, true>;
+    }
+  }
   switch (head_dim) {
     case 64:
       return row_tiles == 1   ? kDecodeInstance<kKind, 64, 1>
