@@ -8,21 +8,25 @@
 //                    tokens through the routing index by cp.async into the 128-byte swizzle, down (rows of h are
 //                    neighbours) by TMA, and the scales; one thread brings the weights by TMA and publishes each task.
 // A task (grouped_tasks.cuh) is a token tile of an expert and one or two units, half a unit (gate-up, per tensor), or
-// one unit and two token tiles or more (kTall), or three units (kTriples: a warpgroup has one, and half the third);
-// those of one expert and unit are neighbours, so that their weights come from L2 after the first. Shared memory: 4 to
-// 6 stages (32 KB weights + rows of B: 16, 8 or 4 KB, as the call's token tiles are at most 128, 64 or 32 rows), scales
-// of each stage, epilogue buffers, published tasks, barriers. Barriers: full[s] (the TMA thread's arrival and bytes,
-// one arrival a producer thread, when its cp.async have landed), empty[s] (one a consumer warp). Before the first stage
-// of a task its TurnTask is written; the TMA thread's arrival releases it. Gate-up by block runs in clusters of two
-// where a scale group's two units may be tasks of two CTAs (kExchange). kClusters: two neighbouring CTAs whose tasks
-// have the same expert and units load each unit once, for both; their empty[s] count the consumer warps of both, and
-// both take the same number of stages (kIdle). K order: 128 bytes a stage; sums are promoted to fp32 registers every
-// scale group (128, or 64 of I), per tensor every 128, or not at all (down of up to kDirectK of K); gate-up of
-// Config::exact sums in fp32 (grouped_exact.cuh). It depends on nothing but the Config, so a row has the same bits in
-// every tile width. Rows of a tile beyond its count hold whatever shared memory held: they only reach their own
-// columns, which nobody stores. PDL: gate-up fills its first stages with the weights of its likely first task, then
-// waits (the index is its predecessor's); a wrong guess costs those stages. Down reads the index (two kernels old) and
-// fills its first stages with weights before it waits for h.
+// one unit and two token tiles or more (kTall); those of one expert and unit are neighbours, so that their weights come
+// from L2 after the first. Shared memory: 4 to 6 stages (32 KB weights + rows of B: 16, 8 or 4 KB, as the call's token
+// tiles are at most 128, 64 or 32 rows), scales of each stage, epilogue buffers, published tasks, barriers. Barriers:
+// full[s] (the TMA thread's arrival and bytes, one arrival a producer thread, when its cp.async have landed), empty[s]
+// (one a consumer warp). Before the first stage of a task its TurnTask is written; the TMA thread's arrival releases
+// it. Gate-up by block runs in clusters of two where a scale group's two units may be tasks of two CTAs (kExchange).
+//
+// kClusters: two neighbouring CTAs whose tasks have the same expert and units load each unit once, for both; their
+// empty[s] count the consumer warps of both, and both take the same number of stages (kIdle).
+// kTriples (gate-up, per tensor, in clusters): a task is three units and a tile of at most 96 rows; a warpgroup has one
+// unit and half of the third, its three m64 tiles behind each other in each of three stages of 60 KB.
+//
+// K order: 128 bytes a stage; sums are promoted to fp32 registers every scale group (128, or 64 of I), per tensor every
+// 128, or not at all (down of up to kDirectK of K); gate-up of Config::exact sums in fp32 (grouped_exact.cuh). It
+// depends on nothing but the Config, so a row has the same bits in every tile width. Rows of a tile beyond its count
+// hold whatever shared memory held: they only reach their own columns, which nobody stores. PDL: gate-up fills its
+// first stages with the weights of its likely first task, then waits (the index is its predecessor's); a wrong guess
+// costs those stages. Down reads the index (two kernels old) and fills its first stages with weights before it waits
+// for h.
 #pragma once
 
 #include <cuda.h>
