@@ -229,9 +229,9 @@ def test_config_rules() -> None:
     widest = [make(num_tokens=tokens, top_k=8, **sizes).rule[0] for tokens in (528, 529, 1152, 1153, 8192)]
     assert widest == [32, 64, 64, 128, 128]
     assert make(num_tokens=129, top_k=8, **{**sizes, "quant": "none"}).rule[0] == 128
-    # Per tensor, 192 columns of I, above 128 rows an expert: where tiles of 96, an even number, are two thirds full.
+    # Per tensor, 192 columns of I, from 128 rows an expert on: where tiles of 96, an even number, are two thirds full.
     triples = {**sizes, "intermediate": 192, "quant": "tensor"}
-    rules = [tuple(make(num_tokens=each, top_k=8, **triples).rule) for each in (3072, 3073, 4608, 4609, 6143, 6144)]
+    rules = [tuple(make(num_tokens=each, top_k=8, **triples).rule) for each in (3071, 3072, 4608, 4609, 6143, 6144)]
     assert [rule == (96, 8, True) for rule in rules] == [False, True, True, False, False, True]
     narrow = {**sizes, "intermediate": 192}
     exact = [make(num_tokens=tokens, top_k=8, **narrow).exact for tokens in (128, 129, 170, 171)]

@@ -205,12 +205,12 @@ inline int64_t average_tiles(const Problem& p, int64_t rows) {
 // Whether the low regime's kernels are used on a GPU (num_sms > 0). They multiply FP8 alone: bf16 weights take kMid.
 constexpr bool kLowOnGpu = true;
 
-// Whether gate-up's tasks are all columns of I (kTripleRule), for `rows` rows over all ranks.
-inline bool takes_triples(const Problem& p, int64_t rows, bool exact) {
-  if (p.quant != Quant::kTensor || p.intermediate != kTripleColumns || exact) return false;
+// Whether gate-up's tasks are all columns of I (kTripleRule), for `rows` rows over all ranks; not where sums are fp32.
+inline bool takes_triples(const Problem& p, int64_t rows) {
+  if (p.quant != Quant::kTensor || p.intermediate != kTripleColumns) return false;
   const int64_t each = kTripleRule.max_rows * static_cast<int64_t>(p.num_experts);
   const int64_t tiles = (rows + 2 * each - 1) / (2 * each) * 2;  // of the average expert
-  return rows > kTileRule.max_rows * static_cast<int64_t>(p.num_experts) && 3 * rows >= 2 * tiles * each;
+  return rows >= kTileRule.max_rows * static_cast<int64_t>(p.num_experts) && 3 * rows >= 2 * tiles * each;
 }
 
 // Rule of the token tiles above the low regime, for `rows` rows over all ranks. `exact`: Config's.
@@ -218,7 +218,7 @@ inline grouped::TileRule tile_rule(const Problem& p, int64_t rows, bool exact) {
   grouped::TileRule rule = kTileRule;
   if (p.quant == Quant::kNone) return rule;
   if (p.quant == Quant::kBlock && !exact && rows > kRowsFor64 * p.num_experts) return kTokenTileRule;
-  if (takes_triples(p, rows, exact)) return kTripleRule;
+  if (!exact && takes_triples(p, rows)) return kTripleRule;
   if (rows <= kRowsFor64 * p.num_experts) rule.max_rows = 64;
   if (rows <= kRowsFor32 * p.num_experts) rule.max_rows = 32;
   const int64_t tiles = average_tiles(p, rows);
@@ -236,8 +236,10 @@ inline Regime choose_regime(const Problem& p, int64_t chunk_tokens) {
   if (p.batch_invariant) return Regime::kMid;
   const bool low = p.num_sms == 0 || (kLowOnGpu && p.quant != Quant::kNone);
   if (low && pairs <= low_pairs(p)) return Regime::kLow;
-  // kLarge: more than 128 rows an expert on average, so that pairs of tiles are common.
-  return pairs > 128 * static_cast<int64_t>(p.num_experts) ? Regime::kLarge : Regime::kMid;
+  // kLarge: more than 128 rows an expert on average (from 128 on where it has two narrower tiles), so that pairs of
+  // tiles are common.
+  const bool large = pairs > 128 * static_cast<int64_t>(p.num_experts) || takes_triples(p, pairs);
+  return large ? Regime::kLarge : Regime::kMid;
 }
 
 // Bytes of y of a call of `rows` pairs, as expected: those of this rank's share of them.
