@@ -61,11 +61,18 @@ __device__ __forceinline__ void multiply_batches(const TileParams& p, int wm, in
       raw[step % 2][i] = load_shared_pair(half + (lane_offset ^ ((step % 2 * 2 + i / 2) << 5)) + i % 2 * 1024);
     }
   };
+  constexpr bool kReadAhead = Shape::kReadAhead;
+  const auto read_ahead = [&](int group, int from) {
+    if constexpr (kReadAhead) {
+      load(group, from);
+      load(group, from + 1);
+    }
+  };
   const auto prepare = [&](int group, int from) {  // the batch that begins at step `from`
-    load(group, from);
+    if (!kReadAhead) load(group, from);
 #pragma unroll
     for (int step = from; step < from + kBatch; ++step) {
-      if (step + 1 < from + kBatch) load(group, step + 1);
+      if (!kReadAhead && step + 1 < from + kBatch) load(group, step + 1);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint32_t terms[kTerms];
@@ -103,10 +110,12 @@ __device__ __forceinline__ void multiply_batches(const TileParams& p, int wm, in
     multiply(group, 0, fresh);
     if constexpr (kParts == 2) {
       prepare(group, 2);
+      if (more) read_ahead(1 - group, 0);
       multiply(group, 2, fresh);
       wgmma_wait<1>();
     }
     if (more) prepare(1 - group, 0);
+    if (more) read_ahead(1 - group, 2);
   };
   const auto finish = [&](bool move) {
     wgmma_wait<0>();
@@ -122,7 +131,9 @@ __device__ __forceinline__ void multiply_batches(const TileParams& p, int wm, in
     }
   };
   const int groups = TileBlocks(p, TilePlace<Shape>::rank()).count * (Shape::kBlockK / (64 * WK));
+  read_ahead(0, 0);
   prepare(0, 0);
+  read_ahead(0, 2);
 #pragma unroll 1
   for (int i = 0;; i += 2) {
     const bool one = i + 1 == groups;

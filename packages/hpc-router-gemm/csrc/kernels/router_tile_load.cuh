@@ -28,6 +28,9 @@ struct TileShape {
   static constexpr bool kBatches =
       kFloat && ((kTerms == 3 && kTokens <= 128) || (kTerms == 2 && kTokens <= 64 && WK == 1));
   static constexpr int kBatchSteps = kTokens <= 64 ? 4 : 2;  // k16 steps of one
+  // Their weights are read from shared memory a batch earlier than split. Not where another warpgroup works meanwhile,
+  // or (64 x 104) another CTA of the SM.
+  static constexpr bool kReadAhead = kBatches && kBatchSteps == 2 && kConsumers == 1 && kTokens != 104;
   // With several consumers, or batches, the producers are a whole warpgroup, so that it can give its registers away.
   static constexpr int kProducers = kConsumers == 1 && !kBatches ? 2 : 4;  // warps
   static constexpr int kThreads = 128 * kConsumers + 32 * kProducers;
@@ -160,7 +163,8 @@ struct TileProducer {
     const uint32_t target = memory.stages + slot * Shape::kStageBytes;
     const int k = k0 + i * Shape::kStageK;
     mbarrier_arrive_expect_tx(barrier, Shape::kCopyBytes);
-    if constexpr (Shape::kPair == 2) {  // a box of all terms for both, by one of them
+    // A pair: a box of all terms for both, by one of them. The first are requested before the other's barriers exist.
+    if (Shape::kPair == 2 && i >= Shape::kAtOnce) {
       if (i % 2 != Place::member()) return;
       tma_load_3d_multicast(target, weight_map, barrier, k, row0, 0, 3 << (blockIdx.x & ~1));
     } else if constexpr (Shape::kSplit) {  // a box of all terms
@@ -183,7 +187,9 @@ struct TileProducer {
 
   // Stages whose weights are requested before the predecessor's end. Where a CTA has its SM for itself, few: the first
   // tokens would queue behind them; but a call of small parts waits for memory, which has nothing else to do then.
-  __device__ __forceinline__ int ahead() const { return starts_early() ? kTileMaxStages : p.split >= 8 ? 4 : 2; }
+  __device__ __forceinline__ int ahead() const {
+    return starts_early() ? kTileMaxStages : p.split >= 8 && Shape::kPair == 1 ? 4 : 2;
+  }
 
   // Before the CTA's first barrier, which takes time: this thread's slots of the ring, and mostly their first copies.
   __device__ __forceinline__ void start() const {
@@ -194,7 +200,7 @@ struct TileProducer {
       mbarrier_init(memory.empty + slot * 8, 4 * Shape::kConsumers * Shape::kPair);
     }
     mbarrier_init_fence();
-    if (!starts_early() && Shape::kPair == 1) copy_first();
+    if (!starts_early()) copy_first();
   }
 
   __device__ __forceinline__ void copy_first() const {
@@ -230,7 +236,6 @@ struct TileProducer {
     if (starts_early()) {
       copy_first();
     } else {
-      if (Shape::kPair == 2) copy_first();  // the other's barriers exist now
       const auto begin = static_cast<uint32_t>(clock());
 #pragma unroll 1
       for (int i = warp + Shape::kAtOnce; i < min(p.stages, total); i += kTileFillers) {
