@@ -260,10 +260,11 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, const DecodeH
 }
 
 template <int kDim>
-__global__ void __launch_bounds__(kCombineThreads, 6) combine_kernel(const __grid_constant__ DecodeParams p) {
+__device__ __forceinline__ void combine(const DecodeParams& p) {
   __shared__ CombineBuffer buffer;
   pdl_trigger();
-  const DecodeHeader header = *p.header;
+  DecodeHeader header = *p.header;
+  header.num_kv_heads = p.num_kv_heads, header.batch_invariant = p.batch_invariant;
   const CombineUnits units = count_units<kDim>(p, header);
   bool waited = false;
 #pragma unroll 1
@@ -280,6 +281,16 @@ __global__ void __launch_bounds__(kCombineThreads, 6) combine_kernel(const __gri
   // Of CTAs without work one waits, for the kernel's end is the attention kernel's too; the others leave their SMs.
   if (!waited && (blockIdx.x == 0 || header.num_empty > 0)) pdl_wait();
   if (header.num_empty > 0) write_empty<kDim>(p, header);
+}
+
+// kPlain: see plain_params().
+template <int kDim, bool kPlain = false>
+__global__ void __launch_bounds__(kCombineThreads, 6) combine_kernel(const __grid_constant__ DecodeParams p) {
+  if constexpr (kPlain) {
+    combine<kDim>(plain_params(p, false));
+  } else {
+    combine<kDim>(p);
+  }
 }
 
 }  // namespace hpc::attention

@@ -42,7 +42,8 @@ void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int
                                : problem.head_dim == 256 ? combine_kernel<256>
                                : decode_combines_wide(problem.head_dim, config.row_tiles)
                                    ? (config.plain ? combine_wide_kernel<128, true> : combine_wide_kernel<128>)
-                                   : combine_kernel<128>;
+                               : config.plain ? combine_kernel<128, true>
+                                              : combine_kernel<128>;
   launch(
       combine,
       LaunchConfig{.grid = dim3(static_cast<unsigned>(combine_ctas)), .block = dim3(kCombineThreads), .stream = stream},
