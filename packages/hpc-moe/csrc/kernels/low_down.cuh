@@ -16,14 +16,14 @@
 
 namespace hpc::moe {
 
-// kThree: I is a multiple of 192, and a slot holds 192 of K, by block with three scale groups: whole lines of
-// neighbouring rows come together.
+// kThree: a slot holds three scale groups' K: 192 where they are 64 (whole lines of neighbouring rows come together),
+// or 384 where a CTA has 16 columns.
 template <Quant kQuant, bool kHalf, int kFragments, bool kFew, bool kThree = false>
 struct LowDown {
-  static_assert(!kThree || (kHalf && !kFew));
+  static_assert(!kThree || (!kFew && (kHalf || kFragments == 1)));
   static constexpr bool kBlock = kQuant == Quant::kBlock;
-  static constexpr int kColumns = 16 * kFragments, kChunks = kThree ? 3 : kHalf ? 1 : 2;
-  static constexpr int kScaleGroups = kThree ? 3 : 1;    // of a slot
+  static constexpr int kColumns = 16 * kFragments, kScaleGroups = kThree ? 3 : 1;            // of a slot
+  static constexpr int kGroupChunks = kHalf ? 1 : 2, kChunks = kScaleGroups * kGroupChunks;  // 64s of K
   static constexpr int kScaleBytes = kThree ? 128 : 64;  // a warp's slot: 8 rows of h, for each group; weights
   static constexpr int kWeights = kFragments * kChunks * 2, kVectors = kWeights + (kFew ? 0 : kChunks);
   static constexpr int kPitch = kColumns * 2 + 4;  // bytes of a row of y, padded against conflicts
@@ -169,13 +169,12 @@ struct LowDown {
       for (int c = 0; c < kChunks; ++c) multiply_rows(ring, (f * kChunks + c) * 2, fragment[c], part[c]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (kThree) {
 #pragma unroll
-          for (int c = 0; c < kChunks; ++c) acc[f][i] = fmaf(part[c][i], i % 2 ? second[c] : first[c], acc[f][i]);
-          continue;
+        for (int g = 0; g < kScaleGroups; ++g) {
+          const int c = g * kGroupChunks;
+          const float sum = part[c][i] + (kGroupChunks == 2 ? part[c + kGroupChunks - 1][i] : 0.0f);
+          acc[f][i] = fmaf(sum, i % 2 ? second[g] : first[g], acc[f][i]);
         }
-        const float sum = part[0][i] + (kChunks == 2 ? part[1 % kChunks][i] : 0.0f);
-        acc[f][i] = fmaf(sum, i % 2 ? second[0] : first[0], acc[f][i]);
       }
     }
   }
