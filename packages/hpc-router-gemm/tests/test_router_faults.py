@@ -1,5 +1,8 @@
 """Faults that users of such operators reported, each as the kind of fault it is."""
 
+import json
+import pathlib
+
 import pytest
 import torch
 from hpc_common.poison import bits, dirty_
@@ -187,6 +190,24 @@ def test_r7_two_streams_at_once(device: str) -> None:
                 results[which].append(router_gemm(problems[which][0], weights[which]))
     torch.cuda.synchronize()
     assert all(same_bits(result, wanted[which]) for which in (0, 1) for result in results[which])
+
+
+# ---- R8: few tokens slower than the library ----
+
+
+def test_r8_no_decode_size_is_more_than_two_percent_slower_than_cublas_fp32() -> None:
+    """What was measured beside cuBLAS fp32 in one run, M = 1 to 64 (benchmarks/results/h200_decode.json)."""
+    results = pathlib.Path(__file__).parent.parent / "benchmarks" / "results" / "h200_decode.json"
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for row in json.loads(results.read_text())["rows"]:
+        if row["mode"] == "cold" and row["op"] == "router-2":
+            size, m = row["case"].split(" m=")
+            times.setdefault((size, m), {})[row["provider"]] = row["us"]
+    decode = {case: row for case, row in times.items() if int(case[1]) <= 64}
+    sizes = {size for size, _ in decode}
+    assert sizes == {"192x4096", "384x3072", "768x6144", "256x7168", "128x2048", "896x7168", "64x2048"}
+    assert all({m for s, m in decode if s == size} >= {"1", "8", "16", "32", "64"} for size in sizes)
+    assert all(row["ours"] <= 1.02 * row["cuBLAS fp32"] for row in decode.values())
 
 
 # ---- R12: preconditions that every caller had to know ----

@@ -103,9 +103,9 @@ constexpr int tile_sum_part(int rows, int k_groups, int tokens, int split) {
 constexpr int tile_sum_bytes(int rows, int k_groups, int tokens, int split) {
   return split == 1 ? 0 : split * tile_sum_part(rows, k_groups, tokens, split) * kSumBlockBytes;
 }
-// Stages, full and empty barriers and one for each token group's sums; 1,024 bytes to align the stages. Sums lie over
+// Stages, full and empty barriers and two for each token group's sums; 1,024 bytes to align the stages. Sums lie over
 // the stages, or behind the barriers.
-constexpr int kTileBarrierBytes = (2 * kTileMaxStages + 2) * 8;
+constexpr int kTileBarrierBytes = (2 * kTileMaxStages + 4) * 8;
 constexpr int tile_sums_offset(int rows, int k_groups, int tokens, Weight weight, int stages) {
   return stages * tile_stage_bytes(rows, k_groups, tokens, weight) + kTileBarrierBytes;
 }

@@ -39,6 +39,7 @@ struct TileParams {
   int64_t m;
   float* y;  // [m, n], rows `y_stride` elements apart
   int64_t y_stride;
+  int token_prefetch;  // first stages whose tokens are brought to L2 then, where two terms are read
 };
 
 struct TopkParams {

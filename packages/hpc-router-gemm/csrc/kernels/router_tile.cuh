@@ -233,8 +233,14 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
       const int owned = p.sum_blocks + (rank < p.sum_extra);
 #pragma unroll
       for (int i = 0; i < WN; ++i) {
-        mbarrier_init(memory.sums_barrier + i * 8, 1);
-        mbarrier_arrive_expect_tx(memory.sums_barrier + i * 8, owned * (p.split - 1) * kSumBlockBytes);
+        const uint32_t barrier = memory.sums_barrier + i * 16;
+        const int half = Shape::kSumHalves ? p.sum_part / 2 : 0;  // of those, counted by a barrier of their own
+        mbarrier_init(barrier, 1);
+        mbarrier_arrive_expect_tx(barrier, (owned - half) * (p.split - 1) * kSumBlockBytes);
+        if constexpr (Shape::kSumHalves) {
+          mbarrier_init(barrier + 8, 1);
+          mbarrier_arrive_expect_tx(barrier + 8, half * (p.split - 1) * kSumBlockBytes);
+        }
       }
       mbarrier_init_fence();
     }

@@ -31,6 +31,8 @@ struct TileShape {
   // Their weights are read from shared memory a batch earlier than split. Not where another warpgroup works meanwhile,
   // or (64 x 104) another CTA of the SM.
   static constexpr bool kReadAhead = kBatches && kBatchSteps == 2 && kConsumers == 1 && kTokens != 104;
+  // Whether a rank's blocks of a split sum are counted by two barriers, to add the first half while the rest comes.
+  static constexpr bool kSumHalves = kSplit;
   // With several consumers, or batches, the producers are a whole warpgroup, so that it can give its registers away.
   static constexpr int kProducers = kConsumers == 1 && !kBatches ? 2 : 4;  // warps
   static constexpr int kThreads = 128 * kConsumers + 32 * kProducers;
@@ -209,6 +211,13 @@ struct TileProducer {
     if (!p.prefetch) pdl_wait();
 #pragma unroll 1
     for (int i = warp; i < min(early, ahead()); i += kTileFillers) load_weight(i, i);
+    if constexpr (Shape::kSplit &&
+                  Shape::kTerms == 2) {  // of the CTAs that share a stage's tokens, that of one expert tile
+#pragma unroll 1
+      for (int i = warp; i < min(early, p.token_prefetch); i += kTileFillers) {
+        if (i % gridDim.y == blockIdx.y) tma_prefetch_2d(x_map, k0 + i * Shape::kStageK, token0);
+      }
+    }
     if (starts_early()) {
 #pragma unroll 1
       for (int i = warp; i < total; i += kTileFillers) {

@@ -211,7 +211,10 @@ struct TileEnd {
     if (WN == 1 || kTokenGroup == 0) return memory.stages + p.sums_offset;
     return memory.stages + (p.sums_offset > 0 ? 0 : p.split * part_bytes);
   }
-  __device__ __forceinline__ uint32_t barrier() const { return memory.sums_barrier + kTokenGroup * 8; }
+  // Of a rank's blocks from `half` on, or of those before.
+  __device__ __forceinline__ uint32_t barrier(int block, int half) const {
+    return memory.sums_barrier + kTokenGroup * 16 + (block < half ? 8 : 0);
+  }
 
   // Compares one by one: the compiler would make a jump of them whose table it reads from memory that is not cached.
   __device__ __forceinline__ bool split_is(int split) const {
@@ -245,13 +248,15 @@ struct TileEnd {
   __device__ __forceinline__ void sum_split(const RowStore& store, const float (&sum)[Shape::kTokens / 2]) const {
     constexpr int kPartBytes = (kSumBlocks + kSplit - 1) / kSplit * kSumBlockBytes;
     constexpr int kMost = (kEnd - kBegin + kSplit - 1) / kSplit;  // blocks of a rank
+    constexpr int kHalf = Shape::kSumHalves ? kMost / 2 : 0;
     const int rank = Place::rank();
     const uint32_t sums = this->sums(kPartBytes);
     const uint32_t mine = sums + quad_offset(thread) + rank * kPartBytes;
 #pragma unroll
     for (int b = kBegin; b < kEnd; ++b) {
       const int owner = (kFirst + b) % kSplit;
-      send_quad(owner == rank, mine + (kFirst + b) / kSplit * kSumBlockBytes, barrier(), Place::cluster_rank(owner),
+      const int block = (kFirst + b) / kSplit;
+      send_quad(owner == rank, mine + block * kSumBlockBytes, barrier(block, kHalf), Place::cluster_rank(owner),
                 quad(sum, b));
     }
     named_barrier_sync(2 + kGroup, 128);  // other threads read what this one wrote of this rank's own blocks
@@ -261,36 +266,44 @@ struct TileEnd {
     float* const target = store.at(kRowGroup, kTokenBlock + first);
     const int64_t next = 8 * kSplit * store.stride;
     const RowOffset offset = row_offset(thread);
-    mbarrier_wait(barrier(), 0);
-    float4 parts[kMost][kSplit];
+    const auto add_blocks = [&]<int kFrom, int kTo>() {
+      if constexpr (kFrom < kTo) {
+        mbarrier_wait(barrier(kFrom, kHalf), 0);
+        float4 parts[kTo - kFrom][kSplit];
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) {
+        for (int i = kFrom; i < kTo; ++i) {
 #pragma unroll
-      for (int r = 0; r < kSplit; ++r) {
-        const int at = first + i * kSplit < kEnd ? i : 0;
-        parts[i][r] = load_rows(source + at * kSumBlockBytes + r * kPartBytes, offset);
+          for (int r = 0; r < kSplit; ++r) {
+            const int at = first + i * kSplit < kEnd ? i : kFrom;
+            parts[i - kFrom][r] = load_rows(source + at * kSumBlockBytes + r * kPartBytes, offset);
+          }
+        }
+#pragma unroll
+        for (int i = kFrom; i < kTo; ++i) {
+          float4 v = parts[i - kFrom][0];
+#pragma unroll
+          for (int r = 1; r < kSplit; ++r) v = add(v, parts[i - kFrom][r]);
+          if (first + i * kSplit < kEnd) store.put_vector(target + i * next, kTokenBlock + first + i * kSplit, v);
+        }
       }
-    }
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      float4 v = parts[i][0];
-#pragma unroll
-      for (int r = 1; r < kSplit; ++r) v = add(v, parts[i][r]);
-      if (first + i * kSplit < kEnd) store.put_vector(target + i * next, kTokenBlock + first + i * kSplit, v);
-    }
+    };
+    add_blocks.template operator()<0, kHalf>();
+    add_blocks.template operator()<kHalf, kMost>();
   }
 
   __device__ __forceinline__ void sum_any_split(const RowStore& store, const float (&sum)[Shape::kTokens / 2]) const {
     const int rank = Place::rank();
     const int split = p.split;
     const uint32_t part_bytes = p.sum_part * kSumBlockBytes;
+    const int half = Shape::kSumHalves ? p.sum_part / 2 : 0;
     const uint32_t sums = this->sums(part_bytes);
     const uint32_t mine = sums + quad_offset(thread) + rank * part_bytes;
     int owner = (kFirst + kBegin) % split;
     int index = (kFirst + kBegin) / split;
 #pragma unroll
     for (int b = kBegin; b < kEnd; ++b) {
-      send_quad(owner == rank, mine + index * kSumBlockBytes, barrier(), Place::cluster_rank(owner), quad(sum, b));
+      send_quad(owner == rank, mine + index * kSumBlockBytes, barrier(index, half), Place::cluster_rank(owner),
+                quad(sum, b));
       if (++owner == split) owner = 0, ++index;
     }
     int b = kBegin + (rank + split - (kFirst + kBegin) % split) % split;
@@ -298,9 +311,10 @@ struct TileEnd {
     named_barrier_sync(2 + kGroup, 128);
     if (b >= kEnd) return;
     const RowOffset offset = row_offset(thread);
-    mbarrier_wait(barrier(), 0);
+    if constexpr (!Shape::kSumHalves) mbarrier_wait(barrier(0, 0), 0);
 #pragma unroll 1
-    for (; b < kEnd; b += split, source += kSumBlockBytes) {
+    for (int block = 0; b < kEnd; b += split, source += kSumBlockBytes, ++block) {
+      if constexpr (Shape::kSumHalves) mbarrier_wait(barrier(block, half), 0);
       float4 v = load_rows(source, offset);
 #pragma unroll 4
       for (int r = 1; r < split; ++r) v = add(v, load_rows(source + r * part_bytes, offset));

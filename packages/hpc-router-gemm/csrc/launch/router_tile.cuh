@@ -117,6 +117,8 @@ void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
   params.weight_columns = paired ? 64 : 128 / weight_bytes(kWeight);
   params.stages = config.stages;
   params.prefetch = gemm.prefetch;
+  // Measured with three expert tiles: m = 1,024 and 2,048 gain 1 to 2 % (192 x 4096), those of more lose as much.
+  params.token_prefetch = config.split > 1 && config.split < 8 && ceil_div(gemm.n, config.rows) <= 3 ? 4 : 0;
   params.l2_prefetch = shares_sm(config) && config.ctas <= kPrefetchCtas;
   const CUtensorMap weight_map = weight_tensor_map<kWeight>(gemm, config, paired);
   const auto k = static_cast<uint64_t>(gemm.k);
