@@ -79,7 +79,6 @@ FAULTY = (
     "block,300,2,3,256,256,4,random,0,128,clusters",
     "block,300,2,3,1024,192,2,random,1,128,clusters",
     "tensor,270,1,2,256,192,2,one,0,96,even",
-    "block,40,2,3,256,192,2,random,0,32",
 )
 CASES = (
     "tensor,9,2,3,256,192,2,random,0,32",
@@ -217,4 +216,8 @@ def test_a_planted_fault_of_the_routing_is_found(route: pathlib.Path, fault: int
 @pytest.mark.parametrize("fault", [number for number in FAULTS if number not in ROUTING])
 def test_a_planted_fault_is_found(program: pathlib.Path, fault: int) -> None:
     cases = (CASES[0], CASES[6], CASES[8], CASES[12], *FAULTY, "block,75,1,2,256,128,2,one,0,128")
+    if fault == 34:
+        cases = ("block,40,2,3,256,192,2,random,0,32",)
+    elif fault > 30:
+        cases = CASES[:1]
     assert run(program, fault, *cases).returncode == 1
