@@ -26,6 +26,7 @@ LONG_TEAMS = replace(TEAMS, num_q_heads=32, num_kv_heads=2, kv_dtype=BF16, lengt
 MANY = replace(SMALL, lengths=(*(1 + 5 * i % 130 for i in range(60)), 200, 0, 270), head_dim=64, num_ctas=1)
 # Whole pairs of several heads of a request, one behind the other in a CTA.
 GROUPS = replace(SMALL, lengths=(300, 200, 0, 450), num_q_heads=16, num_kv_heads=8, kv_dtype=FP8, num_ctas=1)
+GROUPS_OF_FOUR = replace(GROUPS, lengths=(400, 0, 400), num_ctas=4)
 # The same behind a pair that is cut.
 GROUPS_CUT = replace(GROUPS, lengths=(1100, 330, 140, 129), num_ctas=3)
 
@@ -133,9 +134,11 @@ FAULTS = {
     ),
     "warps put their results in one place": Fault("decode.cuh", "place * (kOutTiles * kTilePitch)", "0", LONG),
     "heads abreast are written as one": Fault(
-        "decode.cuh", "first_head + number", "first_head", GROUPS),
+        "decode.cuh", "first_head + number", "first_head", GROUPS_OF_FOUR),
     "a head's results are those of other heads' warps": Fault(
-        "decode.cuh", "number + (i << log_group)", "number + i", GROUPS),
+        "decode.cuh", "number + (i << log_group)", "number + i", GROUPS_OF_FOUR),
+    "a warp of a group that shares a head writes it alone": Fault(
+        "decode.cuh", "piece_.log_group() == kLogWorkers", "piece_.log_group() > 0", GROUPS_OF_FOUR),
     "slices of a group are those of one head": Fault(
         "decode_pieces.cuh", "made.count << log_group", "made.count", GROUPS),
     "a head's slices come before its warps' last ones": Fault(
@@ -150,7 +153,8 @@ FAULTS = {
         "decode_pieces.cuh", "p_.num_kv_heads - 1 - piece.kv_head", "7",
         replace(GROUPS, num_kv_heads=5, num_q_heads=10)),
     "a group goes past its epoch": Fault(
-        "decode_pieces.cuh", "kDecodeEpoch - 1 - added_.pieces % kDecodeEpoch", "7", GROUPS_CUT),
+        "decode_pieces.cuh", "kDecodeEpoch - 1 - added_.pieces % kDecodeEpoch", "7",
+        replace(GROUPS, lengths=(100, 300), num_kv_heads=5, num_q_heads=10)),
     "a group's first queries are waited for again": Fault(
         "decode.cuh", "1 << piece_.log_group()", "1", GROUPS),
     "this step's tokens are read before pdl_wait": Fault(

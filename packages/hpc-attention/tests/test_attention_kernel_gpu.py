@@ -70,7 +70,7 @@ def test_heads_abreast(kv_dtype: torch.dtype, head_dim: int, num_ctas: int) -> N
     """Groups of 2, 4 and 8 heads, the first pieces of a CTA and later ones, behind cut pairs and short ones."""
     problem = replace(
         SMALL, lengths=(1000, 260, 0, 700, 100, 3000), num_q_heads=16, num_kv_heads=8, head_dim=head_dim,
-        kv_dtype=kv_dtype, num_ctas=num_ctas, k_scale="head", v_scale="head",
+        kv_dtype=kv_dtype, num_ctas=num_ctas, v_scale="float",
     )  # fmt: skip
     run_twice(problem.make("cuda"))
 

@@ -81,7 +81,8 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
   DecodeProblem problem = problem_of(kv, head_dim, rows, per_token_scale, stages);
   problem.num_kv_heads = num_kv_heads;
   const bool one_page = page_size >= hpc::attention::decode_plain_page(problem.kv);
-  problem.plain = one_page && softcap == 0 && window == 0 && sinks == 0 && !per_token_scale && !batch_invariant &&
+  const bool scales = std::get<0>(k_scale) != 0 || std::get<0>(v_scale) != 0;  // in memory
+  problem.plain = one_page && softcap == 0 && window == 0 && sinks == 0 && !scales && !batch_invariant &&
                   query == (problem.kv == KvKind::kFp16 ? 1 : 0);
 
   hpc::DecodeShape shape = {};

@@ -33,6 +33,7 @@ class DecodeWorker {
                                        SliceAttention<kKind, kDim, kRowTiles, kStages>>;
   static constexpr bool kQueryInSmem = Attention::kQueryInSmem;
   static constexpr int kWorkers = decode_workers(kDim, kRowTiles), kShare = kDecodeWarps / kWorkers;
+  static constexpr int kLogWorkers = kWorkers == 8 ? 3 : 1;
   static constexpr int kOutTiles = kDim / 16;             // m16 tiles of a worker's output
   static constexpr int kMerged = kTeams ? kRowTiles : 1;  // row tiles that are merged at once
   static constexpr int kTilePitch = 36 * 16;              // bytes of a merged m16 tile, padded against bank conflicts
@@ -175,7 +176,7 @@ class DecodeWorker {
           if (has_query) load_first_query(team_row);
           if (warp_ == 0 && waited) fetch_queries();
           // Before many more slices are asked for, all of the query is.
-          if (kTeams && waits && pieces_[0].count >= 2 * kStages * kWorkers) __syncthreads();
+          if (kTeams && !kKeysFirst && waits && pieces_[0].count >= 2 * kStages * kWorkers) __syncthreads();
           if (warp_ == kDecodeWarps - 1 && !touched && feed.final()) {
             touch_plan(cta, max(index, 0) / kDecodeEpoch);
             touched = true;
@@ -391,7 +392,9 @@ class DecodeWorker {
   // Writes the piece's result.
   __device__ __forceinline__ void finish() {
     if (kAbreast && !mine()) return;
-    if (!kSolos || piece_.solo < 0) {
+    // Of a group of eight a warp has a whole piece.
+    const bool alone = kSolos && (piece_.solo >= 0 || (kAbreast && piece_.log_group() == kLogWorkers));
+    if (!alone) {
       merge();
     } else if (mine()) {
       if constexpr (kSolos) write_solo();

@@ -81,8 +81,8 @@ struct DecodeParams {
   int32_t early_slices;
 };
 
-// What most calls are: no softcap, window or sinks, keys without scales of their own, slices in one page each, an
-// ordinary plan, query and output bf16 (fp16 with an fp16 cache). A kernel that knows this leaves out a quarter of its
+// What most calls are: no softcap, window or sinks, scales that are numbers, slices in one page each, an ordinary plan,
+// query and output bf16 (fp16 with an fp16 cache). A kernel that knows this leaves out a quarter of its
 // instructions, and what is left lies closer together: each call fetches them again, beside the flood of its keys and
 // values. So such a kernel works on a copy of its parameters in which these are constants.
 __device__ __forceinline__ DecodeParams plain_params(const DecodeParams& given, bool fp16) {
@@ -95,6 +95,8 @@ __device__ __forceinline__ DecodeParams plain_params(const DecodeParams& given, 
   p.batch_invariant = false;
   p.query = fp16 ? QueryKind::kFp16 : QueryKind::kBf16;
   p.q_scale = nullptr;
+  p.k_scale = nullptr;
+  p.v_scale = nullptr;
   p.out_fp16 = fp16;
   return p;
 }
