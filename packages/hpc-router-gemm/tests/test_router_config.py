@@ -87,6 +87,7 @@ def test_two_terms_sum_at_most_256_of_k_unpromoted(problem: dict) -> None:
         {"kernel": "tile", "rows": 64, "tokens": 104, "presplit": True, "terms": 1},
         {"kernel": "tile", "rows": 64, "tokens": 104, "presplit": True, "weight_is_bf16": True},
         {"kernel": "stream", "rows": 16, "tokens": 8, "presplit": True},
+        {"kernel": "tile", "rows": 64, "tokens": 48, "terms": 2},
         {"kernel": "tile", "rows": 64, "tokens": 64, "paired": True},
         {"kernel": "tile", "rows": 64, "tokens": 176, "presplit": True, "paired": True},
         {"kernel": "tile", "rows": 64, "tokens": 64, "presplit": True, "paired": True, "split": 5},
@@ -105,7 +106,9 @@ def test_two_calls_share_an_sm_where_that_is_the_plan(problem: dict) -> None:
     tiles = [(tile, {}) for tile in _C.WGMMA_TILES] + [(tile, {"presplit": True}) for tile in _C.TERM_TILES]
     tiles += [(tile, {"presplit": True, "paired": True}) for tile in _C.PAIRED_TILES]
     for (rows, groups, tokens), weight in tiles:
-        c = _C.make_config(**problem, kernel="tile", rows=rows, k_groups=groups, tokens=tokens, **weight)
+        of_three = {"terms": 3} if (rows, groups, tokens) == (64, 1, 48) else {}  # compiled for those alone
+        tile = {"kernel": "tile", "rows": rows, "k_groups": groups, "tokens": tokens, **weight, **of_three}
+        c = _C.make_config(**{**problem, **tile})
         light = rows == 64 and groups == 1 and tokens <= 128
         assert c.smem_bytes <= (113 * 1024 if light else SMEM_LIMIT)
 
@@ -157,6 +160,8 @@ def test_measured_rows_of_three_terms() -> None:
         (1, 896, 7168, (32, 1, 8), 6),
         (48, 256, 7168, (64, 2, 48), 16),
         (96, 256, 7168, (64, 2, 32), 8),
+        (96, 192, 4096, (64, 1, 48), 16),
+        (96, 384, 3072, (64, 1, 48), 8),
         (128, 256, 7168, (64, 2, 48), 8),
         (96, 768, 6144, (64, 1, 96), 8),
         (128, 896, 7168, (64, 1, 128), 8),

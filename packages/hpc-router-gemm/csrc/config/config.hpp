@@ -68,15 +68,17 @@ struct StreamTile {
 struct WgmmaTile {
   int rows, k_groups, tokens;
   int terms = 3;  // the most it is compiled for: where registers would spill, fewer
+  int least_terms = 1;
+  constexpr bool takes(int count) const { return count >= least_terms && count <= terms; }
   constexpr int token_groups() const { return tile_token_groups(rows, k_groups, tokens); }
   // With one warpgroup two CTAs fit on an SM.
   constexpr bool light() const { return rows == 64 && k_groups == 1 && token_groups() == 1; }
 };
 constexpr StreamTile kStreamTiles[] = {{16, 8},  {16, 16}, {16, 32}, {16, 64}, {32, 8}, {32, 16},
                                        {32, 32}, {32, 64}, {48, 8},  {48, 16}, {48, 32}};
-constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},  {64, 1, 64},     {64, 1, 96},   {64, 1, 104}, {64, 1, 128},
-                                     {64, 1, 208}, {64, 2, 32},     {64, 2, 48},   {64, 2, 64},  {64, 2, 104},
-                                     {64, 2, 128}, {64, 2, 192, 2}, {128, 1, 128}, {128, 1, 192}};
+constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},  {64, 1, 48, 3, 3}, {64, 1, 64},     {64, 1, 96},   {64, 1, 104},
+                                     {64, 1, 128}, {64, 1, 208},      {64, 2, 32},     {64, 2, 48},   {64, 2, 64},
+                                     {64, 2, 104}, {64, 2, 128},      {64, 2, 192, 2}, {128, 1, 128}, {128, 1, 192}};
 // Those that read the terms.
 constexpr WgmmaTile kTermTiles[] = {{64, 1, 64}, {64, 1, 104}, {64, 1, 128}, {64, 1, 176}, {64, 1, 192}, {64, 1, 208}};
 // Those that copy them in pairs.
@@ -108,7 +110,7 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
                                                           : kWgmmaTiles;
     for (const WgmmaTile& t : tiles) {
       if (t.rows != c.rows || t.k_groups != c.k_groups || t.tokens != c.tokens) continue;
-      if (weight_terms(weight) > t.terms) continue;
+      if (!t.takes(weight_terms(weight))) continue;
       compiled = true;
       light = t.light();
     }

@@ -43,7 +43,7 @@ TileLauncher tile_launcher(const Config& config) {
   TileLauncher found = nullptr;
   const auto match = [&]<size_t kIndex>() {
     constexpr WgmmaTile kTile = kTiles[kIndex];
-    if constexpr (weight_terms(kWeight) <= kTile.terms) {
+    if constexpr (kTile.takes(weight_terms(kWeight))) {
       if (kTile.rows == config.rows && kTile.k_groups == config.k_groups && kTile.tokens == config.tokens) {
         found = launch_wgmma_tile<kWeight, kTile.rows / 64, kTile.k_groups, kTile.token_groups(), kTile.tokens>;
       }
