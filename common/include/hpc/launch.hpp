@@ -44,6 +44,15 @@ void allow_smem(Kernel* kernel, int smem_bytes) {
   }
 }
 
+// More than 8 CTAs a cluster have to be asked for.
+template <typename Kernel>
+void allow_cluster(Kernel* kernel, int cluster) {
+  if (cluster > 8) {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+               "cudaFuncSetAttribute(NonPortableClusterSizeAllowed)");
+  }
+}
+
 // Launches `kernel` on the current device (see DeviceGuard). An empty grid launches nothing.
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), const LaunchConfig& config, Arguments&&... arguments) {
@@ -64,10 +73,7 @@ void launch(void (*kernel)(Parameters...), const LaunchConfig& config, Arguments
     attributes[count].val.clusterDim.x = static_cast<unsigned>(config.cluster);
     attributes[count].val.clusterDim.y = 1;
     attributes[count++].val.clusterDim.z = 1;
-    if (config.cluster > 8) {
-      cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-                 "cudaFuncSetAttribute(NonPortableClusterSizeAllowed)");
-    }
+    allow_cluster(kernel, config.cluster);
   }
   cudaLaunchConfig_t raw = {};
   raw.gridDim = config.grid;
@@ -86,6 +92,26 @@ int resident_ctas_per_sm(Kernel* kernel, int threads, int smem_bytes) {
   int count = 0;
   cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, static_cast<size_t>(smem_bytes)),
              "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  return count;
+}
+
+// Clusters of `kernel` that fit on the current device at once (at least 0).
+template <typename Kernel>
+int resident_clusters(Kernel* kernel, int threads, int smem_bytes, int cluster) {
+  allow_smem(kernel, smem_bytes);
+  allow_cluster(kernel, cluster);
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t raw = {};
+  raw.gridDim = dim3(static_cast<unsigned>(cluster));
+  raw.blockDim = dim3(static_cast<unsigned>(threads));
+  raw.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+  raw.attrs = &attribute;
+  raw.numAttrs = 1;
+  int count = 0;
+  cuda_check(cudaOccupancyMaxActiveClusters(&count, kernel, &raw), "cudaOccupancyMaxActiveClusters");
   return count;
 }
 

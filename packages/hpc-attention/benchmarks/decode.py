@@ -138,11 +138,15 @@ class Layers:
         self.plan = self.make_plan()
 
     def make_plan(self, num_ctas: int | None = None, min_tiles: int | None = None) -> DecodePlan:
-        """An updated plan for this case; ``min_tiles`` overrides the plan's own lower end of a CTA's work."""
+        """An updated plan, for requests as long as the page table holds.
+
+        ``min_tiles`` overrides the plan's own lower end of a CTA's work.
+        """
         case = self.case
         plan = DecodePlan(
             len(self.seq_lens), case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size, q_len=case.q_len,
             kv_dtype=case.kv_dtype, device=self.seq_lens.device, num_ctas=num_ctas or case.num_ctas,
+            max_seq_len=self.page_table.shape[1] * case.page_size,
         )  # fmt: skip
         if min_tiles:
             plan.min_tiles = min_tiles

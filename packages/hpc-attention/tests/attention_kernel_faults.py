@@ -30,6 +30,9 @@ GROUPS_OF_FOUR = replace(GROUPS, lengths=(400, 0, 400), num_ctas=4)
 # The same behind a pair that is cut.
 GROUPS_CUT = replace(GROUPS, lengths=(1100, 330, 140, 129), num_ctas=3)
 
+# One (request, KV head), whose pieces are a cluster's.
+ALONE = replace(LONG, lengths=(2100,), num_q_heads=5, kv_dtype=FP8, num_ctas=16)
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -157,6 +160,19 @@ FAULTS = {
         replace(GROUPS, lengths=(100, 300), num_kv_heads=5, num_q_heads=10)),
     "a group's first queries are waited for again": Fault(
         "decode.cuh", "1 << piece_.log_group()", "1", GROUPS),
+    "pieces of a cluster are read before they are there": Fault(
+        "decode_cluster.cuh", "mbarrier_wait(barrier_, 0)", None, ALONE),
+    "a cluster does not wait for all of its bytes": Fault(
+        "decode_cluster.cuh", "pieces * (kVectors + 4) * 16", "(pieces - 1) * (kVectors + 4) * 16", ALONE),
+    "a piece is pushed to a CTA that may not have begun": Fault(
+        "decode.cuh", "cluster_.wait_for_others();", None, ALONE),
+    "a cluster's pieces are not rescaled": Fault(
+        "decode_cluster.cuh", "exp2_approx(ml[i].x - sum_ml.x)", "1.0f", ALONE),
+    "pieces that a cluster has not": Fault("decode_cluster.cuh", "piece < pieces", "true", ALONE),
+    "one owner's vectors for all": Fault(
+        "decode_cluster.cuh", "static_cast<int32_t>(cluster_rank()) * kVectors + vector", "vector", ALONE),
+    "a request without tokens is left out": Fault(
+        "decode_cluster.cuh", "pieces == 1", "pieces < 2", replace(ALONE, lengths=(0,))),
     "this step's tokens are read before pdl_wait": Fault(
         "decode_feed.cuh", "first_token(where) + kOwn <= pieces_[where].high - p_.q_len", "true"
     ),

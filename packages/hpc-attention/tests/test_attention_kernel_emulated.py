@@ -29,6 +29,7 @@ from hpc_common.poison import Canary, dirty_, fill_nan_
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package
 from attention_kernel_faults import (  # noqa: E402
+    ALONE,
     FAULTS,
     GROUPS,
     GROUPS_CUT,
@@ -50,7 +51,7 @@ EMULATION = Path(__file__).resolve().parent / "emulation"
 CSRC = EMULATION.parents[1] / "csrc"
 COMMON = EMULATION.parents[3] / "common" / "include"
 # Headers whose functions are PTX, and what such a function looks like; emulation/ptx.hpp stands in for those.
-PTX_HEADERS = ("fifo.cuh", "fp8.cuh", "mbarrier.cuh", "mma.cuh", "pdl.cuh", "wgmma_half.cuh")
+PTX_HEADERS = ("cluster.cuh", "fifo.cuh", "fp8.cuh", "mbarrier.cuh", "mma.cuh", "pdl.cuh", "wgmma_half.cuh")
 FUNCTION = re.compile(r"^(?:template <.*>\n)?__device__ (?:.*\n)+?\}\n", re.MULTILINE)
 # Slowest first.
 SOURCES = (
@@ -71,7 +72,9 @@ def compile_emulation(compiler: str, build: Path) -> Path:
     """The shared library of the emulated kernels, from copies of the sources in `build`."""
     shutil.copytree(CSRC, build / "csrc")
     for file in (build / "csrc/kernels").iterdir():
-        text = file.read_text().replace("extern __shared__", "extern")
+        text = re.sub(
+            r"extern __shared__ .* smem\[\];", "char* const smem = emulation::shared_memory();", file.read_text()
+        )
         for number, fault in enumerate((FAULTS | RACES).values(), 1):
             text = plant(text, fault, number) if fault.file == file.name else text
         file.write_text(text)
@@ -179,6 +182,7 @@ def run(kernels: Emulated, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
                 for row in rows[slot // cache.page_size, slot % cache.page_size]:
                     kernels.late(row)
     result = inputs.run(out=out.tensor)
+    kernels.library.emulation_forget_late()  # a cluster's call is one kernel, not two
     out.check()
     workspace.check()
     return result
@@ -236,6 +240,16 @@ PROBLEMS = {
     "one CTA": replace(SMALL, lengths=(300, 5, 0, 90), num_ctas=1, kv_dtype=FP8),
     "batch-invariant": replace(SMALL, lengths=(1100, 65, 0, 1), batch_invariant=True, q_len=2, kv_dtype=FP8),
     "no tokens at all": replace(SMALL, lengths=(0, 0)),
+    "a cluster": ALONE,
+    "a cluster, bf16, sinks": replace(ALONE, lengths=(1500,), kv_dtype=BF16, num_q_heads=8, sinks=True),
+    "a cluster, fp16, softcap, window": replace(
+        ALONE, q_dtype=FP16, kv_dtype=FP16, num_q_heads=2, q_len=4, softcap=8.0, window=1000
+    ),
+    "a cluster, pages of 16, scales of tokens": replace(ALONE, q_dtype=FP8, page_size=16, k_scale="token"),
+    "a cluster, two pieces": replace(ALONE, lengths=(129,), v_scale="head"),
+    "a cluster, one piece": replace(ALONE, lengths=(100,)),
+    "a cluster, no tokens": replace(ALONE, lengths=(0,)),
+    "a cluster, many slices": replace(ALONE, lengths=(9000,), num_q_heads=1),
 }
 # Two and four row tiles, CTAs with one piece and with many, whole and cut.
 SPREAD = replace(SMALL, lengths=(1, 64, 700, 0, 130, 65), num_q_heads=32, num_ctas=132)
@@ -250,6 +264,16 @@ for kind, kv_dtype in (("bf16", BF16), ("e4m3", FP8)):
             "16 rows, 4 CTAs": {"num_ctas": 4},
         }.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "longest", "ctas"),
+    [(128, 8, 4096, 16), (128, 1, 1, 16), (128, 9, 4096, 0), (128, 8, 4097, 0), (64, 8, 4096, 0), (256, 8, 4096, 0)],
+)
+def test_which_plans_of_one_pair_have_a_cluster(
+    emulated: Emulated, head_dim: int, rows: int, longest: int, ctas: int
+) -> None:
+    assert emulated.call("decode_cluster_ctas", 0, head_dim, rows, longest) == ctas
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -271,7 +295,7 @@ def test_settings_for_measurements(
     inputs.check(*run(emulated, inputs), kernel=True)
 
 
-@pytest.mark.parametrize("name", ["bf16", "e4m3", "batch-invariant", "teams of warps"])
+@pytest.mark.parametrize("name", ["bf16", "e4m3", "batch-invariant", "teams of warps", "a cluster"])
 def test_right_behind_an_update(emulated: Emulated, name: str) -> None:
     """A decode that may not start early reads the map behind its wait, too."""
     emulated.early = False

@@ -55,6 +55,49 @@ def test_every_kernel(kind: tuple[torch.dtype, torch.dtype], head_dim: int, rows
     run_twice(problem.make("cuda"))
 
 
+@pytest.mark.parametrize("length", [0, 1, 129, 700, 3000, 4096])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}".replace("torch.", ""))
+def test_one_pair_in_a_cluster(kind: tuple[torch.dtype, torch.dtype], length: int) -> None:
+    """The only pair of a plan for at most 4,096 tokens has a cluster, which adds its pieces."""
+    problem = replace(
+        SMALL, lengths=(length,), q_dtype=kind[0], kv_dtype=kind[1], num_q_heads=7, num_kv_heads=1, max_seq_len=4096,
+        k_scale="token", v_scale="head", sinks=True,
+    )  # fmt: skip
+    inputs = problem.make("cuda")
+    assert inputs.plan.num_ctas == 16
+    run_twice(inputs)
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
+def test_a_cluster_in_a_captured_step(kv_dtype: torch.dtype) -> None:
+    """Layers that start early, whose lengths change between replays, equal eager calls, every time."""
+    problem = replace(SMALL, lengths=(4096,), kv_dtype=kv_dtype, num_kv_heads=1, max_seq_len=4096)
+    layers = [replace(problem, seed=seed).make("cuda") for seed in (0, 1)]
+    plan, lengths = layers[0].plan, layers[0].cache.seq_lens
+    outs = [torch.empty_like(layer.q) for layer in layers]
+
+    def step() -> None:
+        plan.update(lengths)
+        for _ in range(10):
+            for layer, out in zip(layers, outs, strict=True):
+                run(layer, plan, out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for length in (4096, 1, 0, 64, 65, 130, 2000, 4095) * 4:
+        lengths.fill_(length)
+        eager = plan_like(layers[0])
+        want = [run(layer, eager) for layer in layers]
+        for _ in range(5):
+            for out in outs:
+                fill_nan_(out)
+            graph.replay()
+            assert all(torch.equal(out, expected) for out, expected in zip(outs, want, strict=True)), length
+
+
 @pytest.mark.parametrize("num_ctas", [1, 2, 7, 132, 264, 1024])
 @pytest.mark.parametrize("kv_dtype", [BF16, FP8])
 def test_any_number_of_ctas(kv_dtype: torch.dtype, num_ctas: int) -> None:

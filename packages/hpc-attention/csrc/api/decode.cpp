@@ -59,6 +59,15 @@ int decode_ctas_per_sm(int device, int kv, int32_t head_dim, int32_t rows) {
   return hpc::attention::decode_ctas_per_sm(problem_of(kv, head_dim, rows, true, 0));
 }
 
+// CTAs of a plan for one (request, KV head) pair of at most max_seq_len tokens: a cluster's. 0: as many as of others.
+int decode_cluster_ctas(int device, int32_t head_dim, int32_t rows, int32_t max_seq_len) {
+  using namespace hpc::attention;
+  if (max_seq_len > kDecodeClusterTokens || !decode_uses_cluster(head_dim, rows, 1, kDecodeCluster, false)) return 0;
+  hpc::require_sm90(kWhere, device);
+  const hpc::DeviceGuard guard(device);
+  return decode_cluster_fits(device) ? kDecodeCluster : 0;
+}
+
 void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32_t head_dim, int32_t num_q_heads,
             int32_t num_kv_heads, int32_t page_size, int64_t num_pages, int64_t max_pages, int32_t q_len,
             int32_t window, int32_t num_ctas, int32_t max_batch, bool batch_invariant, int32_t max_seq_len, Rows q,
@@ -150,16 +159,21 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
   p.query = static_cast<QueryKind>(query);
   p.out_fp16 = p.query == QueryKind::kFp16;
   p.per_token_scale = per_token_scale;
+  hpc::require_sm90(kWhere, device);
+  const hpc::DeviceGuard guard(device);
+  problem.cluster =
+      stages == 0 &&
+      hpc::attention::decode_uses_cluster(head_dim, rows, max_batch * num_kv_heads, num_ctas, batch_invariant) &&
+      hpc::attention::decode_cluster_fits(device);
   const int32_t ring = hpc::attention::decode_config(problem).stages;
-  if (early_slices < 0) early_slices = hpc::attention::decode_early_slices(ring);
+  // Behind a cluster nothing else waits for its loads.
+  if (early_slices < 0) early_slices = problem.cluster ? ring : hpc::attention::decode_early_slices(ring);
   p.early_slices = early && hpc::pdl_enabled() ? std::min(early_slices, ring) : 0;
   hpc::check_aligned16(kWhere, "q", p.q);
   hpc::check_aligned16(kWhere, "out", p.out);
   hpc::check_aligned16(kWhere, "workspace", p.partial);
   hpc::check_aligned16(kWhere, "plan", map_data);
 
-  hpc::require_sm90(kWhere, device);
-  const hpc::DeviceGuard guard(device);
   if (combine_ctas == 0) {
     const int32_t row_tiles = hpc::attention::decode_config(problem).row_tiles;
     combine_ctas = hpc::attention::decode_combine_ctas_per_sm(problem.kv, problem.head_dim, row_tiles) *
@@ -173,5 +187,7 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
 void bind_decode(nb::module_& module) {
   module.def("decode_ctas_per_sm", &decode_ctas_per_sm, nb::arg("device"), nb::arg("kv"), nb::arg("head_dim"),
              nb::arg("rows"));
+  module.def("decode_cluster_ctas", &decode_cluster_ctas, nb::arg("device"), nb::arg("head_dim"), nb::arg("rows"),
+             nb::arg("max_seq_len"));
   module.def("decode", &decode);
 }

@@ -20,7 +20,8 @@ struct DecodeProblem {
   bool per_token_scale;  // keys have a scale of their own
   int32_t stages = 0;    // slices in flight a warp; 0: decode_stages()
   int32_t num_kv_heads = 1;
-  bool plain = false;  // nothing is asked for that a plain kernel leaves out: see plain_params()
+  bool plain = false;    // nothing is asked for that a plain kernel leaves out: see plain_params()
+  bool cluster = false;  // all CTAs are one cluster's: see decode_uses_cluster()
 };
 
 struct DecodeConfig {
@@ -29,6 +30,7 @@ struct DecodeConfig {
   int32_t stages;      // slices of keys and values in flight a warp
   bool plain;          // a kernel without the code of options (kernels/decode_params.cuh)
   bool abreast;        // whole pairs of several heads of a request go abreast (kernels/decode.cuh)
+  int32_t cluster;     // CTAs of a cluster; 1: none
   int32_t smem_bytes;  // dynamic shared memory
 };
 
@@ -148,12 +150,28 @@ constexpr int decode_plain_page(KvKind kv) {
   return kv == KvKind::kE4m3 ? 32 : 16;
 }
 
+// The only (request, head) pair of a plan can have a cluster's CTAs, which then add its pieces through distributed
+// shared memory (kernels/decode_cluster.cuh). Not where requests are long: a cluster has 16 of 132 SMs.
+constexpr int kDecodeCluster = 16;
+constexpr int kDecodeClusterTokens = 4096;
+constexpr bool decode_has_clusters(int head_dim, int row_tiles) {
+  return head_dim == 128 && row_tiles == 1;
+}
+constexpr bool decode_uses_cluster(int head_dim, int rows, int pairs, int num_ctas, bool batch_invariant) {
+  return decode_has_clusters(head_dim, decode_row_tiles(head_dim, rows)) && pairs == 1 && num_ctas == kDecodeCluster &&
+         !batch_invariant;
+}
+// Bytes of a CTA for what the others' results are in its share.
+constexpr int decode_cluster_bytes(int head_dim, int cluster) {
+  return (2 * head_dim / cluster + 4) * (cluster + 4) * 16;
+}
+
 // Shared memory of a CTA, in this order: barriers and the walk over its pieces; its pieces; rows of requests; the
 // workers' rings of slices; the merge buffer (each worker's output of one row tile, a team's of all, padded by 4
-// vectors every 32) with the warps' (max, sum) pairs; query rows of the next pieces; the query as fragments with its
-// row factors; of teams P^T and the warps' largest scores; rings of key scales.
+// vectors every 32) with the warps' (max, sum) pairs; query rows of the next pieces; a cluster's pieces; the query as
+// fragments with its row factors; of teams P^T and the warps' largest scores; rings of key scales.
 struct DecodeSmem {
-  int walk, pieces, requests, rings, merge, pairs, rows, query, weights, largest, scales, bytes;
+  int walk, pieces, requests, rings, merge, pairs, rows, cluster, query, weights, largest, scales, bytes;
 };
 constexpr int kDecodeWalkBytes = 256;
 constexpr DecodeSmem decode_smem(KvKind kv, int head_dim, int row_tiles, int stages, bool per_token_scale) {
@@ -166,8 +184,10 @@ constexpr DecodeSmem decode_smem(KvKind kv, int head_dim, int row_tiles, int sta
   smem.merge = smem.rings + workers * stages * decode_slice_bytes(kv, head_dim, row_tiles, stages);
   smem.pairs = smem.merge + workers * merged * (head_dim / 16) * 36 * 16;
   smem.rows = smem.pairs + kDecodeWarps * merged * 4 * 16;
-  smem.query =
+  smem.cluster =
       smem.rows + decode_query_depth(head_dim, row_tiles) * row_tiles * kRowTile * decode_query_pitch(head_dim);
+  smem.query =
+      smem.cluster + (decode_has_clusters(head_dim, row_tiles) ? decode_cluster_bytes(head_dim, kDecodeCluster) : 0);
   smem.weights = smem.query;
   if (decode_query_in_smem(head_dim, row_tiles)) smem.weights += row_tiles * (head_dim / 32 * 512 + kRowTile * 4);
   smem.largest =
@@ -184,6 +204,7 @@ inline DecodeConfig decode_config(const DecodeProblem& problem) {
   config.row_groups = ceil_div(problem.rows, kRowTile * config.row_tiles);
   config.stages = problem.stages > 0 ? problem.stages : decode_stages(problem.kv, problem.head_dim, config.row_tiles);
   config.plain = problem.plain && problem.stages == 0 && decode_has_plain(problem.kv, problem.head_dim);
+  config.cluster = problem.cluster ? kDecodeCluster : 1;
   config.abreast = config.plain && problem.num_kv_heads > 1 && decode_has_solos(problem.head_dim, config.row_tiles);
   const int used =
       decode_smem(problem.kv, problem.head_dim, config.row_tiles, config.stages, problem.per_token_scale).bytes;

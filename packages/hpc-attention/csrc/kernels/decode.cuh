@@ -5,6 +5,8 @@
 // (decode_attend.cuh), or take short whole pieces (solo pieces) one each, side by side. With many query rows a slice is
 // not one warp's but a team's of four (decode_team.cuh). A worker is what a slice belongs to: a warp or a team.
 //
+// With kCluster > 1 all CTAs are one cluster's and add the plan's only pair themselves (decode_cluster.cuh).
+//
 // Memory: each worker's own ring in shared memory (decode_feed.cuh), kept full across pieces. No barrier of the CTA
 // inside a piece. At a piece's end the workers' results go through shared memory, are added in the order of their
 // slices, and become the output (whole pieces) or a partial result for combine.cuh. A solo piece's warp writes the
@@ -17,6 +19,7 @@
 #pragma once
 
 #include "decode_attend.cuh"
+#include "decode_cluster.cuh"
 #include "decode_team.cuh"
 #include "decode_merge.cuh"
 #include "hpc/pdl.cuh"
@@ -25,7 +28,7 @@
 
 namespace hpc::attention {
 
-template <KvKind kKind, int kDim, int kRowTiles, int kStages, bool kAbreast>
+template <KvKind kKind, int kDim, int kRowTiles, int kStages, bool kAbreast, int kCluster>
 class DecodeWorker {
  public:
   static constexpr bool kTeams = decode_has_teams(kDim, kRowTiles);
@@ -70,7 +73,8 @@ class DecodeWorker {
         base_(shared_address(smem)),
         pieces_(p, *reinterpret_cast<typename Pieces::State*>(smem + kSmem.walk),
                 reinterpret_cast<DecodeRequest*>(smem + kSmem.requests), reinterpret_cast<Row*>(smem + kSmem.pieces)),
-        own_(p, base_, first_row_, warp_, lane_) {}
+        own_(p, base_, first_row_, warp_, lane_),
+        cluster_(p, base_ + kSmem.cluster, cluster_full()) {}
 
   // cta: row of the plan; run: that row, and `after` the next one (but of the `last` its own), which have been asked
   // for before anything else.
@@ -82,13 +86,14 @@ class DecodeWorker {
     bool waited = p_.early_slices == 0, touched = false;
     pdl_trigger();
     if (warp_ == 0) pieces_.start(cta);
-    // Three a warp, for a warp makes one after the other. The last: merge_free().
-    static_assert(kQueryDepth <= kQueryBarriers && kQueryBarriers < 3 * (kDecodeWarps - 1));
+    // Three a warp, for a warp makes one after the other. The last: merge_free(), cluster_full().
+    static_assert(kQueryDepth <= kQueryBarriers && kQueryBarriers + 1 < 3 * (kDecodeWarps - 1));
     const int32_t barrier = 3 * (warp_ - 1) + lane_;
-    if (warp_ > 0 && lane_ < 3 && barrier <= kQueryBarriers) {
-      mbarrier_init(query_full(barrier), barrier < kQueryBarriers ? 1 : kDecodeThreads);
+    if (warp_ > 0 && lane_ < 3 && barrier <= kQueryBarriers + (kCluster > 1)) {
+      mbarrier_init(query_full(barrier), barrier == kQueryBarriers ? kDecodeThreads : 1);
       mbarrier_init_fence();
     }
+    cluster_.begin();
     Ring ring(base_ + kSmem.rings + worker_ * Ring::kBytes);
     Feed feed(p_, pieces_, warp_, lane_, own_.scales_);
     typename Feed::Lead lead = {};
@@ -135,6 +140,7 @@ class DecodeWorker {
           const bool lists = !listed;
           if (lists) {
             __syncthreads();
+            cluster_.wait_for_others();
             listed = true;
             if (kQuickStart) feed.follow();
             if (known) {
@@ -224,6 +230,7 @@ class DecodeWorker {
       ring.advance();
       ++step;
     }
+    cluster_.finish();
   }
 
  private:
@@ -241,6 +248,7 @@ class DecodeWorker {
 
   __device__ __forceinline__ uint32_t query_full(int32_t slot) const { return base_ + kSmem.walk + slot * 8; }
   __device__ __forceinline__ uint32_t merge_free() const { return query_full(kQueryBarriers); }
+  __device__ __forceinline__ uint32_t cluster_full() const { return query_full(kQueryBarriers + 1); }
   __device__ __forceinline__ uint32_t query_at(int32_t slot) const {
     return base_ + kSmem.rows + slot * (kRowTiles * kRowTile * kQueryPitch);
   }
@@ -457,6 +465,8 @@ class DecodeWorker {
           if (piece_.slot < 0) {
             store_result(p_, result_place(p_, piece_.request, piece_.kv_head, row_tile, position), piece_.kv_head, o,
                          ml);
+          } else if constexpr (kCluster > 1) {
+            cluster_.push(position, o, ml);
           } else if (row_tile * kRowTile + 2 * (position & 3) < p_.rows) {
             const int64_t at = static_cast<int64_t>(piece_.slot) * p_.row_tiles + row_tile;
             p_.partial[at * (2 * kDim) + position] = o;
@@ -555,12 +565,13 @@ class DecodeWorker {
   bool loaded_ = false;                              // of teams: the next piece's query lies where the output will
   int32_t merged_ = 0;                               // row tiles that went through the merge buffer
   Attention own_;                                    // this warp's part
+  const ClusterSum<kDim, kCluster> cluster_;
 };
 
-template <KvKind kKind, int kDim, int kRowTiles, int kStages, bool kAbreast>
+template <KvKind kKind, int kDim, int kRowTiles, int kStages, bool kAbreast, int kCluster>
 __device__ __forceinline__ void run_decode(const DecodeParams& p) {
   extern __shared__ __align__(128) char smem[];
-  using Worker = DecodeWorker<kKind, kDim, kRowTiles, kStages, kAbreast>;
+  using Worker = DecodeWorker<kKind, kDim, kRowTiles, kStages, kAbreast, kCluster>;
   // The first load waits for this row; the division is left out where it can be. (As far as the compiler knows threads
   // read different rows: what follows from them so stays out of the uniform registers, which are slow to reach.)
   if (p.early_slices == 0) pdl_wait();
@@ -575,13 +586,14 @@ __device__ __forceinline__ void run_decode(const DecodeParams& p) {
 
 // kPlain: see plain_params(). kAbreast: whether whole pairs of several heads of a request, one behind the other in a
 // run, go abreast.
-template <KvKind kKind, int kDim, int kRowTiles, int kStages, bool kPlain = false, bool kAbreast = false>
+template <KvKind kKind, int kDim, int kRowTiles, int kStages, bool kPlain = false, bool kAbreast = false,
+          int kCluster = 1>
 __global__ void __maxnreg__(decode_registers(kKind, kDim, kRowTiles))
     decode_kernel(const __grid_constant__ DecodeParams p) {
   if constexpr (kPlain) {
-    run_decode<kKind, kDim, kRowTiles, kStages, kAbreast>(plain_params(p, kKind == KvKind::kFp16));
+    run_decode<kKind, kDim, kRowTiles, kStages, kAbreast, kCluster>(plain_params(p, kKind == KvKind::kFp16));
   } else {
-    run_decode<kKind, kDim, kRowTiles, kStages, kAbreast>(p);
+    run_decode<kKind, kDim, kRowTiles, kStages, kAbreast, kCluster>(p);
   }
 }
 

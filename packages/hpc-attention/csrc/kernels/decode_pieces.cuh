@@ -147,6 +147,7 @@ class PieceList {
   struct State {
     uint64_t query_full[2 * kDecodeEpoch];
     uint64_t merge_free;
+    uint64_t cluster_full;
     DecodeCursor cursor, rest;
     Known known[2];  // by the parity of the epoch during which it was written
   };

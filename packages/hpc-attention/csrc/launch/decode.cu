@@ -1,6 +1,8 @@
 #include "launch/decode.hpp"
 
 #include <algorithm>
+#include <array>
+#include <mutex>
 
 #include "hpc/launch.hpp"
 #include "kernels/combine_wide.cuh"
@@ -28,6 +30,20 @@ int decode_ctas_per_sm(const DecodeProblem& problem) {
   return std::min(resident, kDecodeCtasPerSm);
 }
 
+bool decode_cluster_fits(int device) {
+  static std::array<bool, kMaxDevices> fits;
+  static std::array<std::once_flag, kMaxDevices> once;
+  device_properties(device);  // checks the index
+  std::call_once(once[device], [device] {
+    const DecodeProblem problem = {
+        .kv = KvKind::kE4m3, .head_dim = 128, .rows = 1, .per_token_scale = true, .cluster = true};
+    const DecodeConfig config = decode_config(problem);
+    fits[device] =
+        resident_clusters(find_kernel(problem, config), kDecodeThreads, config.smem_bytes, config.cluster) > 0;
+  });
+  return fits[device];
+}
+
 void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int32_t num_ctas, int32_t combine_ctas,
                    cudaStream_t stream) {
   const DecodeConfig config = decode_config(problem);
@@ -35,9 +51,10 @@ void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int
          LaunchConfig{.grid = dim3(static_cast<unsigned>(num_ctas * config.row_groups)),
                       .block = dim3(kDecodeThreads),
                       .smem_bytes = config.smem_bytes,
-                      .stream = stream},
+                      .stream = stream,
+                      .cluster = config.cluster},
          params);
-  if (combine_ctas < 0) return;
+  if (combine_ctas < 0 || config.cluster > 1) return;
   const DecodeKernel combine = problem.head_dim == 64    ? combine_kernel<64>
                                : problem.head_dim == 256 ? combine_kernel<256>
                                : decode_combines_wide(problem.head_dim, config.row_tiles)

@@ -19,8 +19,11 @@ DecodeKernel decode_kernel_e4m3(int32_t head_dim, const DecodeConfig& config);
 // most kDecodeCtasPerSm.
 int decode_ctas_per_sm(const DecodeProblem& problem);
 
+// Whether the current device, number `device`, has room for a cluster of kDecodeCluster CTAs; found out once.
+bool decode_cluster_fits(int device);
+
 // Both kernels on the current device; no allocation, no synchronisation. num_ctas: rows of the map's `ctas`.
-// combine_ctas: grid of the second kernel; negative: it is left out, for measurements.
+// combine_ctas: grid of the second kernel; negative: it is left out, for measurements. A cluster needs none.
 void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int32_t num_ctas, int32_t combine_ctas,
                    cudaStream_t stream);
 

@@ -17,6 +17,14 @@ DecodeKernel decode_instance(int32_t head_dim, const DecodeConfig& config) {
     return decode_kernel<kKind, 128, 1, decode_other_stages(kKind)>;
   }
   if (config.stages != decode_stages(kKind, head_dim, row_tiles)) return nullptr;
+  if (config.cluster > 1) {
+    constexpr int kStages = decode_stages(kKind, 128, 1);
+    if (head_dim != 128 || row_tiles != 1) return nullptr;
+    if constexpr (decode_has_plain(kKind, 128)) {
+      if (config.plain) return decode_kernel<kKind, 128, 1, kStages, true, false, kDecodeCluster>;
+    }
+    return decode_kernel<kKind, 128, 1, kStages, false, false, kDecodeCluster>;
+  }
   if constexpr (decode_has_plain(kKind, 128)) {
     if (config.plain) {
       return config.abreast   ? kDecodeInstance<kKind, 128, 1, true, true>

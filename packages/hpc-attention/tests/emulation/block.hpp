@@ -1,8 +1,9 @@
-// Emulation of a thread block on a CPU, for tests of the kernels' arithmetic without a GPU.
+// Emulation of thread blocks on a CPU, for tests of the kernels' arithmetic without a GPU.
 //
 // Emulated: the kernels' and launchers' own sources, compiled by the host's C++ compiler. A CUDA thread is a fiber of
 //   one host thread; fibers change where threads meet (shuffles, votes, mma, __syncwarp, __syncthreads), warps and
-//   lanes in a scrambled order. ptx.hpp stands in for the PTX. Blocks run one after the other, kernels too.
+//   lanes in a scrambled order. ptx.hpp stands in for the PTX. Clusters run one after the other, kernels too; the
+//   blocks of a cluster run side by side.
 // Noticed besides wrong results:
 //   - lanes of a warp that meet at different instructions, and deadlocks;
 //   - shared memory outside what the launch asked for, misaligned accesses and copies;
@@ -12,7 +13,7 @@
 //     is read or written too early: pdl_wait returns when no thread of the block gets on without it, and memory that a
 //     predecessor writes (late) holds NaN before, its contents then.
 // Not emulated: time; the memory model (a missing fence, races in global memory, between blocks or kernels); a warp
-//   whose lanes run apart; when a wgmma reads and writes, clusters, the copy engine; how tensor cores round sums and
+//   whose lanes run apart; when a wgmma reads and writes, the copy engine; how tensor cores round sums and
 //   how coarse the approximate functions are; limits of registers.
 #pragma once
 
@@ -32,10 +33,11 @@ extern int fault;
 // The instruction at which a warp's lanes meet.
 enum class Meeting { kSync, kShuffle, kVote, kReduce, kMma, kTranspose };
 
-// Runs `body` once for each thread of a block. enter(thread) is called whenever a thread goes on. Throws what a thread
-// throws, and std::runtime_error for a deadlock or a thread that ends without pdl_wait, unless the whole block does.
-void run_block(int threads, size_t smem_bytes, const std::function<void(int)>& enter,
-               const std::function<void()>& body);
+// Runs `body` once for each thread of a cluster of `of` blocks. enter(rank, thread) is called whenever a thread goes
+// on. Throws what a thread throws, and std::runtime_error for a deadlock or a thread that ends without pdl_wait, unless
+// the whole cluster does.
+void run_cluster(int of, int threads, size_t smem_bytes, const std::function<void(int, int)>& enter,
+                 const std::function<void()>& body);
 
 // Memory that the predecessors of the next `launches` kernels write.
 void late(void* address, size_t bytes, int launches);
@@ -53,6 +55,7 @@ bool sync_threads(int id, int threads, bool value);
 void wait_for_predecessor();
 
 // Shared memory: addresses count from its beginning.
+char* shared_memory();
 uint32_t shared_address(const void* pointer);
 char* shared_pointer(uint32_t address, uint32_t bytes);
 // The same for an access of the current thread, which must not race with another's.
@@ -67,5 +70,12 @@ void init_barrier(uint32_t address, uint32_t count);
 void arrive(uint32_t address, uint32_t expected_bytes);
 void wait_barrier(uint32_t address, uint32_t parity);
 void bulk_copy(uint32_t shared, const void* global, uint32_t bytes, uint32_t address);
+
+// Clusters. A store into another block is performed like a copy: when a thread there has waited for it.
+int cluster_rank();
+uint32_t cluster_address(uint32_t shared, uint32_t rank);
+void cluster_arrive();
+void cluster_wait();
+void store_async(uint32_t address, uint32_t barrier, const void* data);
 
 }  // namespace emulation

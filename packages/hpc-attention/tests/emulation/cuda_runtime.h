@@ -217,16 +217,27 @@ struct cudaLaunchConfig_t {
   cudaLaunchAttribute* attrs;
   unsigned numAttrs;
 };
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveClusters(int* count, Kernel*, const cudaLaunchConfig_t*) {
+  *count = 1;
+  return cudaSuccess;
+}
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
   gridDim = config->gridDim;
   blockDim = config->blockDim;
-  for (unsigned block = 0; block < gridDim.x; ++block) {
-    blockIdx.x = block;
-    emulation::run_block(
-        static_cast<int>(blockDim.x), config->dynamicSmemBytes,
-        [](int thread) { threadIdx.x = static_cast<unsigned>(thread); }, [&] { kernel(arguments...); });
+  unsigned of = 1;  // blocks of a cluster
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) of = config->attrs[i].val.clusterDim.x;
+  }
+  for (unsigned first = 0; first < gridDim.x; first += of) {
+    const auto enter = [&](int rank, int thread) {
+      blockIdx.x = first + static_cast<unsigned>(rank);
+      threadIdx.x = static_cast<unsigned>(thread);
+    };
+    emulation::run_cluster(static_cast<int>(of), static_cast<int>(blockDim.x), config->dynamicSmemBytes, enter,
+                           [&] { kernel(arguments...); });
   }
   emulation::end_launch();
   return cudaSuccess;

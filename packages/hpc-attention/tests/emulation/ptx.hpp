@@ -1,6 +1,6 @@
-// What the PTX functions of hpc/fifo.cuh, fp8.cuh, mbarrier.cuh, mma.cuh, pdl.cuh and wgmma_half.cuh do. Those headers
-// come without them: the test takes every function that is PTX out of its copies. Everything else in them is the
-// kernels' own. What a kernel begins to use is added here.
+// What the PTX functions of hpc/cluster.cuh, fifo.cuh, fp8.cuh, mbarrier.cuh, mma.cuh, pdl.cuh and wgmma_half.cuh do.
+// Those headers come without them: the test takes every function that is PTX out of its copies. Everything else in them
+// is the kernels' own. What a kernel begins to use is added here.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,6 +13,7 @@ namespace hpc {
 inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity);  // its header's mbarrier_wait calls it
 }
 
+#include "hpc/cluster.cuh"
 #include "hpc/fifo.cuh"
 #include "hpc/fp8.cuh"
 #include "hpc/mbarrier.cuh"
@@ -29,6 +30,23 @@ inline void pdl_wait() {
 inline void pdl_trigger() {}
 
 inline void prefetch_l2(const void*) {}
+
+// cluster.cuh
+inline uint32_t cluster_rank() {
+  return static_cast<uint32_t>(emulation::cluster_rank());
+}
+inline void cluster_arrive_relaxed() {
+  emulation::cluster_arrive();
+}
+inline void cluster_wait() {
+  emulation::cluster_wait();
+}
+inline uint32_t cluster_address(uint32_t shared, uint32_t rank) {
+  return emulation::cluster_address(shared, rank);
+}
+inline void store_async_16(uint32_t address, uint32_t barrier, float4 v) {
+  emulation::store_async(address, barrier, &v);
+}
 
 // mbarrier.cuh
 inline void mbarrier_init(uint32_t barrier, uint32_t count) {

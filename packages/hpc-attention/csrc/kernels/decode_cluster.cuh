@@ -1,0 +1,108 @@
+// The pieces of a (request, KV head) pair that has a whole cluster, added through distributed shared memory: no partial
+// result in global memory, and no second kernel.
+//
+// CTA r has piece r. Each adds a share of the vectors (see decode_merge.cuh) of all pieces: every CTA pushes its merged
+// vectors to their owners, whose barrier counts the bytes. An owner leaves when all have come; so nobody writes to a
+// CTA that has ended. A vector's pieces are added by 4 threads, each in the order of the keys, then in pairs.
+#pragma once
+
+#include "decode_merge.cuh"
+#include "hpc/cluster.cuh"
+
+namespace hpc::attention {
+
+template <int kDim, int kCluster>
+class ClusterSum {
+ public:
+  static constexpr int kVectors = 2 * kDim / kCluster, kShares = 4, kThreads = kShares * kVectors;  // of an owner
+  static constexpr int kPitch = (kCluster + 4) * 16;  // bytes of a vector's pieces, padded against bank conflicts
+  static constexpr int kPairsAt = kVectors * kPitch;  // of the (max, sum) vectors
+  static constexpr int kBytes = kPairsAt + 4 * kPitch;
+  static_assert(kBytes == decode_cluster_bytes(kDim, kCluster) && kVectors % 4 == 0 && kCluster % kShares == 0);
+
+  // base: shared address of kBytes bytes; barrier: of an mbarrier for one arrival. Every CTA's barrier is initialised
+  // before the first push.
+  __device__ __forceinline__ ClusterSum(const DecodeParams& p, uint32_t base, uint32_t barrier)
+      : p_(p), base_(base), barrier_(barrier), count_(p.ctas[threadIdx.x % kCluster].count) {}
+
+  // This thread has initialised what it had to of the barriers. All threads, then all before the first push.
+  __device__ __forceinline__ void begin() const {
+    __syncwarp();
+    cluster_arrive_relaxed();
+  }
+  __device__ __forceinline__ void wait_for_others() const { cluster_wait(); }
+
+  // This CTA's vector `position`, the results of all its workers together.
+  __device__ __forceinline__ void push(int32_t position, const float4& o, const float4& ml) const {
+    const uint32_t owner = position / kVectors, inside = position % kVectors;
+    const uint32_t at = cluster_address(base_ + cluster_rank() * 16 + inside * kPitch, owner);
+    const uint32_t barrier = cluster_address(barrier_, owner);
+    store_async_16(at, barrier, o);
+    if (inside < 4) store_async_16(at + kPairsAt, barrier, ml);  // of rows 2t and 2t + 1, t = inside
+  }
+
+  // Adds this CTA's share and writes it; zeros where there is no piece. One piece alone has been written as it is. All
+  // lanes call it together.
+  __device__ __forceinline__ void finish() const {
+    const int32_t pieces = __popc(__ballot_sync(0xffffffffu, count_ > 0) & ((1u << kCluster) - 1));
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    if (p_.batch == 0 || pieces == 1 || thread >= kThreads) return;
+    const int32_t vector = thread / kShares, share = thread % kShares;
+    const ResultPlace to = result_place(p_, 0, 0, 0, static_cast<int32_t>(cluster_rank()) * kVectors + vector);
+    if (pieces > 0) {
+      if (thread == 0) mbarrier_arrive_expect_tx(barrier_, pieces * (kVectors + 4) * 16);
+      mbarrier_wait(barrier_, 0);
+    }
+    constexpr int kLoads = kCluster / kShares;
+    float4 o[kLoads], ml[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int32_t piece = kLoads * share + i;
+      o[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      ml[i] = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
+      if (piece < pieces) {
+        o[i] = lds_float4(base_ + vector * kPitch + piece * 16);
+        ml[i] = lds_float4(base_ + kPairsAt + vector % 4 * kPitch + piece * 16);
+      }
+    }
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f), sum_ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) sum_ml.x = fmaxf(sum_ml.x, ml[i].x), sum_ml.z = fmaxf(sum_ml.z, ml[i].z);
+#pragma unroll
+    for (int mask = 1; mask < kShares; mask *= 2) {
+      sum_ml.x = fmaxf(sum_ml.x, __shfl_xor_sync(0xffffffffu, sum_ml.x, mask));
+      sum_ml.z = fmaxf(sum_ml.z, __shfl_xor_sync(0xffffffffu, sum_ml.z, mask));
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const float f0 = exp2_approx(ml[i].x - sum_ml.x), f1 = exp2_approx(ml[i].z - sum_ml.z);
+      sum_ml.y += ml[i].y * f0, sum_ml.w += ml[i].w * f1;
+      sum.x += o[i].x * f0, sum.y += o[i].y * f1, sum.z += o[i].z * f0, sum.w += o[i].w * f1;
+    }
+#pragma unroll
+    for (int mask = 1; mask < kShares; mask *= 2) {
+      sum.x += __shfl_xor_sync(0xffffffffu, sum.x, mask), sum.y += __shfl_xor_sync(0xffffffffu, sum.y, mask);
+      sum.z += __shfl_xor_sync(0xffffffffu, sum.z, mask), sum.w += __shfl_xor_sync(0xffffffffu, sum.w, mask);
+      sum_ml.y += __shfl_xor_sync(0xffffffffu, sum_ml.y, mask),
+          sum_ml.w += __shfl_xor_sync(0xffffffffu, sum_ml.w, mask);
+    }
+    if (share == 0) store_result(p_, to, 0, sum, sum_ml);
+  }
+
+ private:
+  const DecodeParams& p_;
+  const uint32_t base_, barrier_;
+  const int32_t count_;  // tiles of CTA number lane % kCluster
+};
+
+// Without clusters.
+template <int kDim>
+class ClusterSum<kDim, 1> {
+ public:
+  __device__ __forceinline__ ClusterSum(const DecodeParams&, uint32_t, uint32_t) {}
+  __device__ __forceinline__ void begin() const {}
+  __device__ __forceinline__ void wait_for_others() const {}
+  __device__ __forceinline__ void finish() const {}
+};
+
+}  // namespace hpc::attention
