@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
@@ -54,8 +55,9 @@ class Driver:
         if self.process is None or self.process.poll() is not None:
             paths = os.pathsep.join(filter(None, (str(HERE / "site"), os.environ.get("PYTHONPATH"))))
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "driver.py")], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=self.log.open("a"), env={**os.environ, "PYTHONPATH": paths}, start_new_session=True,
+                [sys.executable, str(HERE / "driver.py"), str(os.getpid())], text=True, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=self.log.open("a"), env={**os.environ, "PYTHONPATH": paths},
+                start_new_session=True,
             )  # fmt: skip
         case = {"model": model, "folder": str(self.folder / model), **case}
         pathlib.Path(case["folder"]).mkdir(exist_ok=True)
@@ -208,3 +210,27 @@ def test_server_streams_over_http() -> None:
     got = json.loads(events[-1])["output_ids"]
     wrong = next((step for step, pair in enumerate(zip(want, got, strict=True)) if pair[0] != pair[1]), None)
     assert wrong is None or leads[wrong] < CLOSE_CALL
+
+
+def test_a_driver_ends_with_the_session_that_started_it() -> None:
+    """Whose end it does not see where a case keeps it, or as here where its input stays open."""
+    inside, outside = os.pipe()
+    starter = (
+        "import os, subprocess, sys;"
+        "command = [sys.executable, sys.argv[1], str(os.getpid())];"
+        "print(subprocess.Popen(command, stdin=0, stdout=2, start_new_session=True).pid)"
+    )
+    started = subprocess.run(
+        [sys.executable, "-c", starter, str(HERE / "driver.py")], stdin=inside, stdout=subprocess.PIPE, check=True
+    )
+    driver = pathlib.Path("/proc", started.stdout.decode().strip())
+    try:
+        for _ in range(200):
+            if not driver.exists() or not (driver / "cmdline").read_bytes():  # what has ended has no command
+                return
+            time.sleep(0.1)
+        os.killpg(int(driver.name), signal.SIGKILL)
+        pytest.fail("the driver is still there")
+    finally:
+        os.close(inside)
+        os.close(outside)

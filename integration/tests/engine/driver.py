@@ -6,14 +6,19 @@ engine ends. The reply is one JSON line: {"prompts", "tokens", "leads"} of ``che
 as rounds of requests, "report" of the probe; or {"error"}. With "port", it is the command line's server instead, which
 streams one request over HTTP: "events" are its lines. With "update", a folder, the engine is given the same model with
 another gate before it ends: "updated" is what it says then, beside transformers. What SGLang prints goes to stderr.
+
+It leads a process group, which ends with the process that started it, however that ended; its argument is that one's
+number.
 """
 
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import urllib.request
@@ -113,7 +118,15 @@ def wait(url: str, process: Any, seconds: float = 240) -> None:
     raise TimeoutError(f"no answer from {url}/health in {seconds:.0f} s")
 
 
+def end_with(parent: int) -> None:
+    """Kills this process's group when its parent is no longer there: killed, it can't have stopped what it started."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
+    threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
