@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,17 +49,20 @@ class Driver:
         self.folder = folder
         self.log = folder / "log.txt"
         self.process: subprocess.Popen[str] | None = None
+        self.lock, self.stopped = threading.Lock(), False  # no process is started beside stop(), or behind it
 
     def run(self, model: str, **case: Any) -> dict[str, Any]:
         """What the driver answers, and its process as "launcher"; an AssertionError with the end of the log where that
         is an error."""
-        if self.process is None or self.process.poll() is not None:
-            paths = os.pathsep.join(filter(None, (str(HERE / "site"), os.environ.get("PYTHONPATH"))))
-            self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "driver.py"), str(os.getpid())], text=True, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=self.log.open("a"), env={**os.environ, "PYTHONPATH": paths},
-                start_new_session=True,
-            )  # fmt: skip
+        with self.lock:
+            assert not self.stopped, "the session has ended"
+            if self.process is None or self.process.poll() is not None:
+                paths = os.pathsep.join(filter(None, (str(HERE / "site"), os.environ.get("PYTHONPATH"))))
+                self.process = subprocess.Popen(
+                    [sys.executable, str(HERE / "driver.py"), str(os.getpid())], text=True, stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE, stderr=self.log.open("a"), env={**os.environ, "PYTHONPATH": paths},
+                    start_new_session=True,
+                )  # fmt: skip
         case = {"model": model, "folder": str(self.folder / model), **case}
         pathlib.Path(case["folder"]).mkdir(exist_ok=True)
         self.process.stdin.write(json.dumps(case) + "\n")
@@ -70,6 +74,8 @@ class Driver:
         return {**result, "launcher": self.process.pid}
 
     def stop(self) -> None:
+        with self.lock:
+            self.stopped = True
         if self.process is not None:
             try:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -234,3 +240,27 @@ def test_a_driver_ends_with_the_session_that_started_it() -> None:
     finally:
         os.close(inside)
         os.close(outside)
+
+
+def test_a_driver_that_starts_beside_a_sessions_end_is_stopped(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, started = threading.Event(), []
+    popen = subprocess.Popen
+
+    def slow(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        begun.set()
+        time.sleep(0.5)
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], **options))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", slow)
+    driver = Driver(tmp_path)
+    with ThreadPoolExecutor(1) as thread:
+        case = thread.submit(driver.run, "qwen3")
+        begun.wait()
+        driver.stop()
+        assert started and started[0].poll() is not None
+        assert case.exception(timeout=10) is not None
+    with pytest.raises(AssertionError, match="has ended"):
+        driver.run("qwen3")
