@@ -42,6 +42,19 @@ __device__ __forceinline__ uint32_t pack_half2(float low, float high) {
   return r;
 }
 
+// Of two pairs of bf16 values the larger magnitudes, with signs that mean nothing. A NaN gives way to a number.
+__device__ __forceinline__ uint32_t larger_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+// Products of two pairs of bf16 values, each rounded.
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
 // Transposes an 8 x 8 matrix of 16-bit values held by a warp: lane 4 g + t gives row g, columns 2t 2t+1 and receives
 // row g, columns 2t 2t+1 of the transpose. Turns half an accumulator (packed) into half a B fragment of its transpose.
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t value) {

@@ -160,6 +160,8 @@ FAULTS = {
         replace(GROUPS, lengths=(100, 300), num_kv_heads=5, num_q_heads=10)),
     "a group's first queries are waited for again": Fault(
         "decode.cuh", "1 << piece_.log_group()", "1", GROUPS),
+    "a query's second elements are scaled by nothing": Fault(
+        "decode_query.cuh", "0x00800080u", "0x00000080u", replace(SMALL, kv_dtype=FP8)),
     "pieces of a cluster are read before they are there": Fault(
         "decode_cluster.cuh", "mbarrier_wait(barrier_, 0)", None, ALONE),
     "a cluster does not wait for all of its bytes": Fault(

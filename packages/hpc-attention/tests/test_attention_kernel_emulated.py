@@ -24,7 +24,7 @@ import pytest
 import torch
 from hpc_attention import DecodePlan, _cuda
 from hpc_attention.support import FP8
-from hpc_attention.testing import Inputs
+from hpc_attention.testing import Inputs, Problem
 from hpc_common.poison import Canary, dirty_, fill_nan_
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package
@@ -281,6 +281,32 @@ def test_kernels_on_a_cpu(emulated: Emulated, name: str) -> None:
     """Inside the kernels' error bound; with NaN in page tails, in a dirty workspace, ahead of their predecessor."""
     inputs = PROBLEMS[name].make()
     inputs.check(*run(emulated, inputs), kernel=True)
+
+
+def test_query_of_one_large_element(emulated: Emulated) -> None:
+    """Wherever it is: a bf16 query against an e4m3 cache goes through fp16, scaled by its largest element."""
+    inputs = Problem(lengths=(70,) * 16, kv_dtype=FP8, num_ctas=4).make()
+    request, head = torch.meshgrid(torch.arange(16), torch.arange(8), indexing="ij")
+    inputs.q *= 2.0**-12
+    inputs.q[request, head, 8 * request + head] = 20.0
+    inputs.check(*run(emulated, inputs), kernel=True)
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "heads", "longest", "least", "half"),
+    [
+        (1, 1, 33792, 2, 1),
+        (1, 1, 33793, 2, 0),
+        (1, 8, 4096, 2, 1),
+        (2, 8, 4096, 2, 0),
+        (1, 1, 16896, 1, 1),
+        (0, 1, 64, 1, 1),
+    ],
+)
+def test_which_plans_leave_half_of_the_sms(
+    emulated: Emulated, max_batch: int, heads: int, longest: int, least: int, half: int
+) -> None:
+    assert emulated.call("leaves_half", max_batch, heads, longest, least) == half
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, FP8])

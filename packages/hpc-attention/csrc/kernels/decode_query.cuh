@@ -23,9 +23,11 @@ __device__ __forceinline__ RowPlace row_place(const DecodeParams& p, int32_t kv_
   return {token, kv_head * p.group + row - token * p.group};
 }
 
-// Two fp16 values (one register) of two bf16 values times a power of two.
-__device__ __forceinline__ uint32_t scaled_half2(uint32_t bf16x2, float power) {
-  return pack_half2<Half::kFp16>(__uint_as_float(bf16x2 << 16) * power, __uint_as_float(bf16x2 & 0xffff0000u) * power);
+// Two fp16 values (one register) of two bf16 values times powers of two. (The product is exact; but what becomes a
+// subnormal bf16 may be rounded, and is 0 as fp16 either way.)
+__device__ __forceinline__ uint32_t scaled_half2(uint32_t bf16x2, uint32_t powers) {
+  const uint32_t scaled = multiply_bf16x2(bf16x2, powers);
+  return pack_half2<Half::kFp16>(__uint_as_float(scaled << 16), __uint_as_float(scaled & 0xffff0000u));
 }
 
 // A lane's part of a query row as it lies in memory: lane (g, t) of a row tile takes the elements of row g that belong
@@ -77,17 +79,21 @@ __device__ __forceinline__ const char* query_row(const DecodeParams& p, int32_t 
 // The part of query_fragment for a bf16 query against an e4m3 cache. All lanes call it together (shuffles).
 template <int kDim>
 __device__ __forceinline__ void scale_query(uint32_t (&fragment)[kDim / 8], float& factor) {
-  uint32_t largest = 0;  // |bf16| as bits order like the numbers
+  constexpr int kChains = 4;  // of them none waits for another
+  uint32_t chains[kChains];
 #pragma unroll
-  for (int i = 0; i < kDim / 8; ++i) largest = __vmaxu2(largest, fragment[i] & 0x7fff7fffu);
-  largest = max(largest << 16, largest & 0x7fff0000u);
+  for (int i = 0; i < kDim / 8; ++i) {
+    chains[i % kChains] = i < kChains ? fragment[i] : larger_bf16x2(chains[i % kChains], fragment[i]);
+  }
+  uint32_t largest = larger_bf16x2(larger_bf16x2(chains[0], chains[1]), larger_bf16x2(chains[2], chains[3]));
+  largest = max(largest << 16 & 0x7fff0000u, largest & 0x7fff0000u);  // |bf16| as bits order like the numbers
   largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
   largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
   const int32_t exponent = max(static_cast<int32_t>(largest >> 23) - 127 - 14, -112);
-  const float power = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+  const uint32_t powers = static_cast<uint32_t>(127 - exponent) * 0x00800080u;
   factor = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
 #pragma unroll
-  for (int i = 0; i < kDim / 8; ++i) fragment[i] = scaled_half2(fragment[i], power);
+  for (int i = 0; i < kDim / 8; ++i) fragment[i] = scaled_half2(fragment[i], powers);
 }
 
 // Makes fragments of loaded rows: two registers for each 16 of k. All lanes call it together. A bf16 query against an

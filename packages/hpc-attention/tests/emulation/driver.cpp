@@ -4,6 +4,7 @@
 #include <string>
 
 #include "block.hpp"
+#include "config/plan.hpp"
 #include "launch/plan.hpp"
 
 void bind_decode(nanobind::module_& module);  // csrc/api/decode.cpp
@@ -17,11 +18,16 @@ void update_plan(uint64_t seq_lens, int32_t batch, uint64_t map, int32_t num_kv_
   hpc::attention::launch_plan(reinterpret_cast<const int32_t*>(seq_lens), shape, reinterpret_cast<void*>(map), nullptr);
 }
 
+int32_t leaves_half(int32_t max_batch, int32_t num_kv_heads, int32_t longest, int32_t least) {
+  return hpc::attention::plan_leaves_half(max_batch, num_kv_heads, longest, least);
+}
+
 const nanobind::module_& module() {
   static const nanobind::module_ bound = [] {
     nanobind::module_ empty;
     bind_decode(empty);
     empty.def("update_plan", &update_plan);
+    empty.def("leaves_half", &leaves_half);
     return empty;
   }();
   return bound;

@@ -140,6 +140,26 @@ uint32_t pack_half2(float low, float high) {
   return float_to_half<kType>(low) | float_to_half<kType>(high) << 16;
 }
 
+// Of one bf16 value of each.
+template <typename Of>
+uint32_t each_bf16(uint32_t a, uint32_t b, const Of& of) {
+  uint32_t result = 0;
+  for (int i = 0; i < 32; i += 16) result |= of(a >> i & 0xffffu, b >> i & 0xffffu) << i;
+  return result;
+}
+inline uint32_t larger_bf16x2(uint32_t a, uint32_t b) {
+  return each_bf16(a, b, [](uint32_t x, uint32_t y) {
+    const uint32_t p = x & 0x7fffu, q = y & 0x7fffu, infinity = 0x7f80u;
+    const uint32_t larger = p > infinity ? (q > infinity ? 0x7fffu : q) : (q > infinity || p > q ? p : q);
+    return larger | ((x ^ y) & 0x8000u);
+  });
+}
+inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  return each_bf16(a, b, [](uint32_t x, uint32_t y) {
+    return float_to_half<Half::kBf16>(half_to_float<Half::kBf16>(x) * half_to_float<Half::kBf16>(y));
+  });
+}
+
 // The fragments as mma.cuh describes them. Sums in double, rounded once.
 template <Half kType>
 void mma_m16n8k16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
