@@ -1,4 +1,5 @@
-"""The README's table of measured times and errors, and two plots against M, made from results/h200.json.
+"""The README's tables of measured times and errors, and two plots against M, made from results/h200.json; the table of
+few tokens from results/h200_decode.json.
 
     uv run python packages/hpc-router-gemm/benchmarks/figures.py [--check]
 
@@ -34,6 +35,8 @@ READ = ((1.05, 1.25), (2.1, 1.58), (3.15, 1.91), (4.72, 2.33), (8.4, 3.04), (16.
 TENSOR_FLOPS = 790e12  # of bf16 products, as large ones reach them on that card
 # Times two terms that three may take: where three products take longer than the read of the fp32 weight, and elsewhere.
 ALLOWED = (1.5, 1.15)
+FEW = 64  # tokens: two terms may take OVER_CUBLAS times what cuBLAS fp32 takes
+OVER_CUBLAS = 1.02
 Key = tuple[str, str]
 Values = dict[str, dict[int, dict[Key, float]]]  # by size, M, series
 
@@ -116,6 +119,45 @@ def three_terms(times: Values, few: Values) -> str:
     )
 
 
+def few_tokens(document: Mapping) -> str:
+    """Markdown: two terms beside cuBLAS fp32 for up to FEW tokens, and the rows that are over what is allowed."""
+    times = {
+        size: {m: row for m, row in cases.items() if m <= FEW}
+        for size, cases in values_of(document, "cold", "us").items()
+    }
+    columns = sorted({m for cases in times.values() for m in cases})
+    fp32 = ("router-2", "cuBLAS fp32")
+
+    def gains(op: str) -> dict[str, float]:
+        """How many times as long cuBLAS takes, by the name of each row that has that operator."""
+        return {
+            f"{size.replace('x', ' x ')}, M = {m}": row[fp32] / row[op, "ours"]
+            for size, cases in times.items()
+            for m, row in cases.items()
+            if (op, "ours") in row
+        }
+
+    ours, plain = gains("router-2"), gains("linear-3")
+    over = "; ".join(f"{name}: {1 / gain:.2f}" for name, gain in ours.items() if gain * OVER_CUBLAS < 1)
+    where = f"{DECODE.parent.name}/{DECODE.name}"
+    text = (
+        f"Up to {FEW} tokens, {document['date']} (`{where}`): microseconds a call of two terms / of cuBLAS fp32 in the "
+        f"same run, which takes {min(ours.values()):.2f} to {max(ours.values()):.1f} times as long"
+    )
+    if plain:
+        text += f" ({min(plain.values()):.2f} to {max(plain.values()):.1f} times `linear`'s three terms)"
+    lines = [
+        f"{text}. More than {100 * OVER_CUBLAS - 100:.0f} % over cuBLAS fp32: {over or 'none'}.",
+        "",
+        "| N x K | " + " | ".join(f"M = {m}" for m in columns) + " |",
+        "|---|" + "--:|" * len(columns),
+    ]
+    for size, cases in times.items():
+        cells = [f"{cases[m]['router-2', 'ours']:.1f} / {cases[m][fp32]:.1f}" if m in cases else "" for m in columns]
+        lines.append(f"| {size.replace('x', ' x ')} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def table(document: Mapping, decode: Mapping) -> str:
     """Markdown: microseconds of every case, and the largest errors."""
     times, errors = values_of(document, "cold", "us"), values_of(document, "error", "largest")
@@ -138,7 +180,7 @@ def table(document: Mapping, decode: Mapping) -> str:
             largest = [f"{errors[size][m][key]:.1e}" for key, *_ in SERIES]
             name = size.replace("x", " x ")
             lines.append(f"| {name} | {m:,} | " + " | ".join([*us, f"{gain:.1f}x", more[size, m], *largest]) + " |")
-    return "\n".join([*lines, "", three_terms(times, values_of(decode, "cold", "us"))])
+    return "\n".join([*lines, "", three_terms(times, values_of(decode, "cold", "us")), "", few_tokens(decode)])
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -59,3 +59,22 @@ def test_rows_over_what_is_allowed_are_named(figures: ModuleType) -> None:
     assert line.endswith("Over what is allowed: 256 x 7168, M = 1: 1.16.")  # the table's own row counts, not the other
     assert "2 rows above and 1 of `results/h200_decode.json`. " in line
     assert "768 x 6144, M = 1,024: 1.51" in figures.three_terms(values("768x6144", {64: 1.1, 1024: 1.51}), {})
+
+
+def test_rows_over_cublas_are_named(figures: ModuleType) -> None:
+    def row(m: int, op: str, provider: str, us: float) -> dict:
+        return {"op": op, "case": f"64x2048 m={m}", "provider": provider, "mode": "cold", "us": us}
+
+    rows = [row(m, "router-2", "ours", us) for m, us in ((1, 2.0), (64, 2.05), (128, 9.0))]
+    rows += [row(m, "router-2", "cuBLAS fp32", us) for m, us in ((1, 3.0), (64, 2.02), (128, 2.0))]
+    text = figures.few_tokens({"date": "2026-11-30", "rows": rows})
+    assert "takes 0.99 to 1.5 times as long. More than 2 % over cuBLAS fp32: none." in text
+    assert text.splitlines()[2:] == [
+        "| N x K | M = 1 | M = 64 |",
+        "|---|--:|--:|",
+        "| 64 x 2048 | 2.0 / 3.0 | 2.0 / 2.0 |",
+    ]
+    rows[1]["us"] = 2.07
+    text = figures.few_tokens({"date": "2026-11-30", "rows": [*rows, row(1, "linear-3", "ours", 2.5)]})
+    assert "(1.20 to 1.2 times `linear`'s three terms)" in text
+    assert "over cuBLAS fp32: 64 x 2048, M = 64: 1.02." in text
