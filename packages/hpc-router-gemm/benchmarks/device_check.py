@@ -29,7 +29,8 @@ report: dict = {"checks": [], "times": []}
 
 
 def run_checks() -> None:
-    for part in (checks.every_kernel, checks.values, checks.promises, checks.equal_rows_at_every_m, checks.route):
+    parts = (checks.every_kernel, checks.values, checks.planted_faults, checks.promises)
+    for part in (*parts, checks.equal_rows_at_every_m, checks.route):
         start, before = time.time(), len(report["checks"])
         for name, ok, facts in part():
             report["checks"].append({"name": name, "ok": ok, **facts})

@@ -18,6 +18,7 @@ CASES = {
     (384, 3072): (1, 8, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     (768, 6144): (1, 8, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
 }
+ROW_SCALES = (1.0, 1e4, 1e-6, 2.0**-131)
 DEVICE = torch.device("cuda", 0)
 Checks = Iterator[tuple[str, bool, dict[str, Any]]]
 
@@ -168,15 +169,20 @@ def values() -> Checks:
             else bool(e3.isfinite().all()) and facts["rms"] <= 3 * facts["cublas_rms"] + 1e-6
         )
         yield result(f"values terms=3 {n}x{k} m={m}", ok, **facts)
-        if m * n >= 10_000:
-            heavy = weight.clone()
-            heavy[0] *= 1e4
-            heavy[1 % n] *= 1e-6
-            heavy[2 % n] *= 1e-39
-            yh = run(x, heavy, 2, split=split_of(heavy, 2))
-            for row in range(min(3, n)):
-                part = error_use(yh[:, row : row + 1], x, heavy[row : row + 1], 2)
-                yield result(f"values heavy row {row} {n}x{k} m={m}", part[2] <= 1.3 and part[3] <= 1.3, use=part[2:])
+        if m * n >= 10_000:  # rows of several scales in one matrix; x lifts the subnormal ones' scores
+            scaled = weight.clamp(-4, 4)
+            for kind, scale in enumerate(ROW_SCALES):
+                scaled[kind :: len(ROW_SCALES)] *= scale
+            lifted = x * 2.0**10
+            ys = run(lifted, scaled, 2, split=split_of(scaled, 2))
+            for kind, scale in enumerate(ROW_SCALES):
+                rows = slice(kind, None, len(ROW_SCALES))
+                part = error_use(ys[:, rows], lifted, scaled[rows], 2)
+                yield result(f"values of rows by {scale} {n}x{k} m={m}", max(part[2:]) <= 1, use=part[2:])
+            large = weight.clamp(-4, 4) * 8e37
+            lowered = x * 2.0**-14
+            part = error_use(run(lowered, large, 2, split=split_of(large, 2)), lowered, large, 2)
+            yield result(f"values near the largest finite {n}x{k} m={m}", max(part[2:]) <= 1, use=part[2:])
     # Near the largest finite, infinite and NaN weights.
     x = torch.zeros(20, 512, device=DEVICE, dtype=torch.bfloat16)
     x[:, 3] = 0.25
@@ -191,6 +197,24 @@ def values() -> Checks:
         want = 0.25 * weight[:, 3].expand(m, -1)
         close = torch.isclose(y, want, rtol=2.0**-8, atol=0, equal_nan=True)
         yield result(f"extreme weights terms={terms} m={m}", bool(close.all()), got=y[0, :7].tolist())
+
+
+def planted_faults() -> Checks:
+    """Terms in memory that are not the weight's: the bounds must fail."""
+    for m, n, k in ((512, 192, 4096), (256, 768, 6144), (1024, 384, 3072)):
+        torch.manual_seed(m)
+        x, weight = make_x(m, k), torch.randn(n, k, device=DEVICE)
+        hi, lo = split_terms(weight, 2)
+        faults = {
+            "none": lo,
+            "lo dropped": torch.zeros_like(lo),
+            "lo by 255/256": (lo.float() * (255 / 256)).bfloat16(),
+        }
+        for last in (128, 64, 16):
+            faults[f"last {last} of lo missing"] = torch.cat([lo[:, :-last], torch.zeros_like(lo[:, -last:])], 1)
+        for name, term in faults.items():
+            use = error_use(run(x, weight, 2, split=torch.stack([hi, term])), x, weight, 2)[2:]
+            yield result(f"fault {name} {n}x{k} m={m}", (max(use) <= 1) == (name == "none"), use=use)
 
 
 def promises() -> Checks:
@@ -291,6 +315,12 @@ def route() -> Checks:
         (2048, 64, "sigmoid", True, 64, 7),
         (1, 1, "softmax", False, 1, 1),
         (96, 6, "softmax", True, 48, 5),
+        (1024, 32, "softmax", False, 1, 1),
+        (1000, 31, "sigmoid", True, 1, 1),
+        (1024, 32, "softmax", True, 32, 2),
+        (513, 7, "softmax", True, 27, 3),
+        (33, 32, "sigmoid", False, 1, 1),
+        (64, 32, "softmax", True, 32, 16),
     ]
     for (n, k, scoring, biased, groups, best), m in itertools.product(options, (1, 77, 513)):
         torch.manual_seed(n + m)
@@ -300,6 +330,8 @@ def route() -> Checks:
             scores[3] = math.nan
             scores[4, ::2] = -math.inf
             scores[5] = 0
+            scores[6] = scores[6].round()
+            scores[7, torch.arange(n, device=DEVICE) % 128 < 3] += 20  # the best are few threads' all
         bias = torch.randn(n, device=DEVICE) * 0.2 if biased else None
         ids, weights = (torch.full((m, k), -7, device=DEVICE, dtype=t) for t in (torch.int32, torch.float32))
         _C.topk(

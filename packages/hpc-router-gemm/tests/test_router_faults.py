@@ -225,6 +225,21 @@ def test_r12_any_number_of_tokens_and_experts(m: int, n: int, device: str) -> No
         assert rms <= 1 and largest <= 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", GPU_ONLY)
+def test_r12_no_token_launches_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpc_router_gemm import _cuda
+
+    x, weight = made(0, 200, 6144, device)
+    w = RouterWeight(weight)
+    for launcher in ("scores", "_cublas"):
+        monkeypatch.setattr(_cuda, launcher, None)
+    scores, (ids, weights), plain = router_gemm(x, w), route(x, w, 8), linear(x, weight)
+    assert scores.shape == plain.shape == (0, 200) and ids.shape == weights.shape == (0, 8)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # that is where launches are
+        router_gemm(x.new_zeros((1, 6144)), w)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_r12_a_stride_is_right_or_refused_here(device: str) -> None:
     big, weight = made(8, 200, 6144, device)

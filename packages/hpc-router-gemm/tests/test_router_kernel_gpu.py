@@ -28,6 +28,10 @@ def test_errors_of_chosen_configs() -> None:
     assert _failures(checks.values()) == []
 
 
+def test_bounds_fail_for_wrong_terms() -> None:
+    assert _failures(checks.planted_faults()) == []
+
+
 def test_promises() -> None:
     assert _failures(checks.promises()) == []
 

@@ -55,6 +55,44 @@ def test_x_comes_from_a_call_that_still_runs(m: int, captured: bool) -> None:
         assert same_bits(out, router_gemm(scores.view(torch.bfloat16).clone(), second))
 
 
+@pytest.mark.parametrize("m", [1, 16, 64, 512])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_chain_of_routes(m: int, captured: bool) -> None:
+    """Scores, choice, scores, choice, scores: each starts while the one before runs, and waits for what it reads.
+
+    The first call's long K makes it late. The last one's x is the second choice's weights, whose bits are a bf16 x.
+    """
+    x, weight = made(m, 192, 16384)
+    last = RouterWeight(torch.randn((256, 16), device="cuda"))
+    w = RouterWeight(weight)
+    flipped = RouterWeight(weight.flip(0).contiguous())
+
+    def chain() -> list[torch.Tensor]:
+        first, second = route(x, w, 8), route(x, flipped, 8)
+        return [*first, *second, router_gemm(second[1].view(torch.bfloat16), last)]
+
+    chain()  # clears the `updated` flags
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    got = []
+    if captured:
+        with torch.cuda.graph(graph):
+            got = chain()
+    for seed in range(12):
+        x.copy_(made(m, 192, 16384, seed=seed)[0])
+        torch.cuda.synchronize()
+        if captured:
+            graph.replay()
+        else:
+            got = chain()
+        torch.cuda.synchronize()
+        for chosen, of in ((got[:2], w), (got[2:4], flipped)):
+            want = route(x, of, 8)
+            torch.cuda.synchronize()
+            assert torch.equal(chosen[0], want[0]) and same_bits(chosen[1], want[1])
+        assert same_bits(got[4], router_gemm(got[3].clone().view(torch.bfloat16), last))
+
+
 def test_a_weight_written_just_before_is_read_after_that() -> None:
     """update_ between calls of one stream, many times: the flag makes the call wait before it reads weights."""
     for m in (1, 64, 512, 2048):
@@ -68,24 +106,25 @@ def test_a_weight_written_just_before_is_read_after_that() -> None:
 
 
 def test_streams_at_once() -> None:
-    """Calls of both kernels, with one weight and with several, on three streams together."""
+    """Calls of both kernels on six streams together, each weight and its x on two of them."""
     problems = [made(m, n, k, seed=n) for m, n, k in ((1, 768, 6144), (512, 192, 4096), (1024, 384, 3072))]
     weights = [RouterWeight(weight) for _, weight in problems]
     want = [router_gemm(x, w) for (x, _), w in zip(problems, weights, strict=True)]
     chosen = [route(x, w, 8) for (x, _), w in zip(problems, weights, strict=True)]
-    streams = [torch.cuda.Stream() for _ in problems]
+    streams = [torch.cuda.Stream() for _ in range(2 * len(problems))]
     torch.cuda.synchronize()
-    got: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [[] for _ in problems]
+    got: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [[] for _ in streams]
     for _ in range(40):
-        for which, stream in enumerate(streams):
+        for results, (which, stream) in zip(got, enumerate(streams), strict=True):
             with torch.cuda.stream(stream):
-                x, w = problems[which][0], weights[which]
-                got[which].append((router_gemm(x, w), *route(x, w, 8)))
+                x, w = problems[which % len(problems)][0], weights[which % len(problems)]
+                results.append((router_gemm(x, w), *route(x, w, 8)))
     torch.cuda.synchronize()
     for which, results in enumerate(got):
-        for scores, ids, probabilities in results:
-            assert same_bits(scores, want[which])
-            assert torch.equal(ids, chosen[which][0]) and same_bits(probabilities, chosen[which][1])
+        ids, probabilities = chosen[which % len(problems)]
+        for result in results:
+            assert same_bits(result[0], want[which % len(problems)])
+            assert torch.equal(result[1], ids) and same_bits(result[2], probabilities)
 
 
 def test_the_second_gpu() -> None:

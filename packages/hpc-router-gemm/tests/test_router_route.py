@@ -54,7 +54,15 @@ def assert_matches(ids, weights, wanted: reference.Route, sure: torch.Tensor) ->
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(
     ("m", "n", "k", "num_groups", "topk_groups"),
-    [(1, 8, 2, 1, 1), (40, 64, 6, 8, 3), (40, 256, 8, 8, 4), (33, 60, 1, 1, 1), (17, 96, 12, 6, 1), (5, 7, 7, 1, 1)],
+    [
+        (1, 8, 2, 1, 1),
+        (40, 64, 6, 8, 3),
+        (40, 256, 8, 8, 4),
+        (33, 60, 1, 1, 1),
+        (17, 96, 12, 6, 1),
+        (5, 7, 7, 1, 1),
+        (9, 896, 16, 1, 1),
+    ],
 )
 def test_route_equals_float64(
     m: int,

@@ -2,11 +2,12 @@
 //
 // Order   keys are 32-bit unsigned: an fp32 value's bits made monotone, NaN below -inf, 0 for experts that cannot be
 //         chosen. Equal keys go to the lower id. Without a bias the raw scores are compared, else probability + bias.
-// Small   (n <= 1,024, k <= 32, at most 32 groups) one warp a token, expert i in lane i % 32, all in registers; each
-//         choice is one warp maximum of keys and one minimum of ids, and only the chosen lane looks for its next best.
+// Small   (n <= 1,024, k <= 32, at most 32 groups) one CTA a token. Rounds of one choice after the other would wait for
+//         each other; instead everybody counts who comes before it. Of each two threads the best candidate is ranked
+//         among the 64 such: the k-th of them is not above the k-th of all, so only candidates that are not below it
+//         (k to 2 Items k) are ranked among each other, and a rank is a place in the result.
 // Large   one CTA a token; the i-th choice is the largest (key, id) below the one before, so nothing is marked, and any
-// n
-//         and k do. Sums run in a fixed order in both.
+//         n and k do. Sums run in a fixed order in both.
 // PDL     everything read was written by the predecessor: wait first.
 #pragma once
 
@@ -19,16 +20,16 @@
 
 namespace hpc::router {
 
-constexpr int kTopkWarps = 4;      // small: tokens of a CTA
-constexpr int kTopkThreads = 256;  // large
+constexpr int kTopkSmallThreads = 128;
+constexpr int kTopkThreads = 256;
 constexpr int kTopkSmallExperts = 1024;
 constexpr int kTopkSmallChoices = 32;
 constexpr int kTopkSmallGroups = 32;
 
 __device__ __forceinline__ uint32_t topk_key(float value) {
-  if (isnan(value)) return 1;
   const uint32_t bits = __float_as_uint(value + 0.0f);  // -0 becomes +0
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  const uint32_t key = bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+  return value == value ? key : 1;
 }
 
 __device__ __forceinline__ float warp_max(float v) {
@@ -43,133 +44,176 @@ __device__ __forceinline__ float warp_sum(float v) {
   return v;
 }
 
+// An fp32 value whose key this is.
+__device__ __forceinline__ float topk_value(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+// Orders candidates: larger keys, then lower ids. Never 0.
+__device__ __forceinline__ uint64_t topk_candidate(uint32_t key, int id) {
+  return static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(id);
+}
+
 template <int Items>
-__global__ void __launch_bounds__(32 * kTopkWarps) router_topk_small_kernel(const TopkParams p) {
+struct TopkShared {
+  float scores[kTopkSmallThreads * Items];  // or probabilities, where those choose
+  uint32_t keys[kTopkSmallThreads * Items];
+  uint64_t pairs[kTopkSmallThreads / 2];          // the best of each two threads
+  uint64_t found[kTopkSmallChoices * 2 * Items];  // candidates that are not below `least`: k pairs have all of them
+  uint64_t least;
+  uint32_t groups[kTopkSmallGroups];
+  uint32_t largest[kTopkSmallThreads / 32];
+  float sums[kTopkSmallThreads / 32];
+  int ids[kTopkSmallChoices];
+  float weights[kTopkSmallChoices];
+  int count;
+};
+
+// How many of `count` candidates, every step-th from `from` on, come before `mine`.
+__device__ __forceinline__ int topk_before(const uint64_t* candidates, int from, int count, int step, uint64_t mine) {
+  int before = 0;
+#pragma unroll 8
+  for (int i = from; i < count; i += step) before += candidates[i] > mine;
+  return before;
+}
+
+// A CTA a token: thread t has experts t, t + 128, ...
+template <int Items>
+__global__ void __launch_bounds__(kTopkSmallThreads) router_topk_small_kernel(const TopkParams p) {
+  __shared__ TopkShared<Items> s;
+  const int thread = threadIdx.x;
+  const int lane = thread % 32;
+  const int warp = thread / 32;
+  const int64_t token = blockIdx.x;
+  const auto expert = [&](int j) { return j * kTopkSmallThreads + thread; };
   pdl_wait();
   pdl_trigger();
-  const int lane = threadIdx.x % 32;
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * kTopkWarps + threadIdx.x / 32;
-  if (token >= p.m) return;
   const float* scores = p.scores + token * p.n;
-  float probability[Items];
-  uint32_t key[Items];
-  float largest = -INFINITY;
+  float score[Items];
+  float bias[Items];
 #pragma unroll
   for (int j = 0; j < Items; ++j) {
-    const int i = j * 32 + lane;
-    probability[j] = i < p.n ? scores[i] : -INFINITY;
-    key[j] = i < p.n ? topk_key(probability[j]) : 0;
-    largest = fmaxf(largest, probability[j]);
+    score[j] = expert(j) < p.n ? scores[expert(j)] : -INFINITY;
+    bias[j] = expert(j) < p.n && p.bias != nullptr ? p.bias[expert(j)] : 0.0f;
   }
-  if (p.sigmoid) {
+  uint32_t key[Items];
+  uint32_t most = 0;
 #pragma unroll
-    for (int j = 0; j < Items; ++j) probability[j] = 1.0f / (1.0f + expf(-probability[j]));
-  } else {
-    largest = warp_max(largest);
-    float sum = 0.0f;
+  for (int j = 0; j < Items; ++j) {
+    key[j] = expert(j) < p.n ? topk_key(score[j]) : 0;
+    most = max(most, key[j]);
+    s.scores[expert(j)] = score[j];
+  }
+  most = __reduce_max_sync(0xFFFFFFFF, most);
+  if (lane == 0) s.largest[warp] = most;
+  if (thread == 0) s.count = 0, s.least = 0;
+  __syncthreads();
 #pragma unroll
-    for (int j = 0; j < Items; ++j) {
-      probability[j] = expf(probability[j] - largest);
-      sum += j * 32 + lane < p.n ? probability[j] : 0.0f;
-    }
+  for (int w = 0; w < kTopkSmallThreads / 32; ++w) most = max(most, s.largest[w]);
+  const float largest = topk_value(most);
+  float sum = 0.0f;
+  if (!p.sigmoid) {
+#pragma unroll
+    for (int j = 0; j < Items; ++j) sum += expf(score[j] - largest);
     sum = warp_sum(sum);
+    if (lane == 0) s.sums[warp] = sum;
+    __syncthreads();
+    sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < Items; ++j) probability[j] /= sum;
+    for (int w = 0; w < kTopkSmallThreads / 32; ++w) sum += s.sums[w];
   }
+  const auto probability = [&](float v) { return p.sigmoid ? 1.0f / (1.0f + expf(-v)) : expf(v - largest) / sum; };
 
-  if (p.bias != nullptr) {
+  const bool of_probabilities = p.bias != nullptr || p.num_groups > 1;
+  if (of_probabilities) {
 #pragma unroll
     for (int j = 0; j < Items; ++j) {
-      const int i = j * 32 + lane;
-      if (i < p.n) key[j] = topk_key(probability[j] + p.bias[i]);
+      score[j] = probability(score[j]);
+      s.scores[expert(j)] = score[j];
+      if (key[j] > 0 && p.bias != nullptr) key[j] = topk_key(score[j] + bias[j]);
+      s.keys[expert(j)] = p.bias != nullptr ? key[j] : topk_key(score[j]);
     }
   }
-
   if (p.num_groups > 1) {
-    // Lane g keeps the value of group g: the sum of its two best.
+    __syncthreads();
     const int size = p.n / p.num_groups;
-    float group_value = 0.0f;
-    for (int g = 0; g < p.num_groups; ++g) {
+#pragma unroll 1
+    for (int g = warp; g < p.num_groups; g += kTopkSmallThreads / 32) {
       uint32_t first = 0, second = 0;
-      float first_value = 0.0f, second_value = 0.0f;
-#pragma unroll
-      for (int j = 0; j < Items; ++j) {
-        const int i = j * 32 + lane;
-        if (i >= g * size && i < (g + 1) * size) {
-          const float value = p.bias != nullptr ? probability[j] + p.bias[i] : probability[j];
-          const uint32_t k = topk_key(value);
-          if (k > first) {
-            second = first, second_value = first_value;
-            first = k, first_value = value;
-          } else if (k > second) {
-            second = k, second_value = value;
-          }
-        }
+#pragma unroll 1
+      for (int i = g * size + lane; i < (g + 1) * size; i += 32) {
+        second = max(second, min(first, s.keys[i]));
+        first = max(first, s.keys[i]);
       }
       const uint32_t best = __reduce_max_sync(0xFFFFFFFF, first);
       const int winner = __ffs(__ballot_sync(0xFFFFFFFF, first == best)) - 1;
-      const float best_value = __shfl_sync(0xFFFFFFFF, first_value, winner);
-      if (lane == winner) first = second, first_value = second_value;
-      const uint32_t next = __reduce_max_sync(0xFFFFFFFF, first);
-      const int runner_up = __ffs(__ballot_sync(0xFFFFFFFF, first == next)) - 1;
-      const float next_value = __shfl_sync(0xFFFFFFFF, first_value, runner_up);
-      if (lane == g) group_value = best_value + next_value;
+      const uint32_t next = __reduce_max_sync(0xFFFFFFFF, lane == winner ? second : first);
+      if (lane == 0) s.groups[g] = topk_key(topk_value(best) + topk_value(next));
     }
-    const uint32_t group_key = lane < p.num_groups ? topk_key(group_value) : 0;
-    uint32_t left = group_key;
-    uint32_t chosen = 0;
-    for (int i = 0; i < p.topk_groups; ++i) {
-      const uint32_t best = __reduce_max_sync(0xFFFFFFFF, left);
-      const int winner = __ffs(__ballot_sync(0xFFFFFFFF, left == best)) - 1;
-      chosen |= 1u << winner;
-      if (lane == winner) left = 0;
-    }
+    __syncthreads();
+    const uint32_t mine = lane < p.num_groups ? s.groups[lane] : 0;
+    int before = 0;
+#pragma unroll 4
+    for (int g = 0; g < p.num_groups; ++g) before += s.groups[g] > mine || (s.groups[g] == mine && g < lane);
+    const uint32_t chosen = __ballot_sync(0xFFFFFFFF, lane < p.num_groups && before < p.topk_groups);
+    const float per_size = 1.0f / static_cast<float>(size);
 #pragma unroll
-    for (int j = 0; j < Items; ++j) {
-      const int i = j * 32 + lane;
-      if (i < p.n && (chosen >> (i / size) & 1) == 0) key[j] = 0;
+    for (int j = 0; j < Items; ++j) {  // the quotient of i + 0.5 is 1/1024 or more from a whole number
+      const int group = static_cast<int>((static_cast<float>(expert(j)) + 0.5f) * per_size);
+      if ((chosen >> (group % 32) & 1) == 0) key[j] = 0;
     }
   }
 
-  // This lane's best: the smallest j among equal keys is the smallest id.
-  uint32_t best_key = 0;
-  int best_j = 0;
-  const auto find_best = [&] {
-    best_key = key[0];
-    best_j = 0;
+  uint64_t best = 0;
 #pragma unroll
-    for (int j = 1; j < Items; ++j) {
-      if (key[j] > best_key) best_key = key[j], best_j = j;
-    }
-  };
-  find_best();
-  int my_id = 0;
-  float my_weight = 0.0f;
-  float total = 0.0f;
-  for (int i = 0; i < p.k; ++i) {
-    const uint32_t best = __reduce_max_sync(0xFFFFFFFF, best_key);
-    const unsigned candidate = best_key == best ? best_j * 32 + lane : 0xFFFFFFFFu;
-    const int id = static_cast<int>(__reduce_min_sync(0xFFFFFFFF, candidate));
-    float weight = 0.0f;
-    if (lane == id % 32) {
+  for (int j = 0; j < Items; ++j) {
+    const uint64_t candidate = topk_candidate(key[j], expert(j));
+    if (expert(j) < p.n && candidate > best) best = candidate;
+  }
+  const uint64_t other = __shfl_xor_sync(0xFFFFFFFF, best, 1);
+  if (other > best) best = other;
+  if (thread % 2 == 0) s.pairs[thread / 2] = best;
+  __syncthreads();
+  int before = topk_before(s.pairs, thread % 2, kTopkSmallThreads / 2, 2, best);
+  before += __shfl_xor_sync(0xFFFFFFFF, before, 1);
+  if (best != 0 && before == p.k - 1) s.least = best;  // stays 0 where fewer than k pairs have an expert
+  __syncthreads();
+  const uint64_t least = s.least;
+  int mine = 0;
 #pragma unroll
-      for (int j = 0; j < Items; ++j) {
-        if (j == best_j) {
-          weight = probability[j];
-          key[j] = 0;
-        }
-      }
-      find_best();
+  for (int j = 0; j < Items; ++j) mine += expert(j) < p.n && topk_candidate(key[j], expert(j)) >= least;
+  if (mine > 0) {
+    int at = atomicAdd(&s.count, mine);
+#pragma unroll
+    for (int j = 0; j < Items; ++j) {
+      const uint64_t candidate = topk_candidate(key[j], expert(j));
+      if (expert(j) < p.n && candidate >= least) s.found[at++] = candidate;
     }
-    weight = __shfl_sync(0xFFFFFFFF, weight, id % 32);
-    total += weight;
-    if (lane == i) my_id = id, my_weight = weight;
   }
-  if (lane < p.k) {
-    if (p.renormalize) my_weight = total == 0.0f ? 0.0f : my_weight / total;
-    p.ids[token * p.k + lane] = my_id;
-    p.weights[token * p.k + lane] = my_weight * p.scale;
+  __syncthreads();
+  const int count = s.count;
+#pragma unroll 1
+  for (int i = thread; i < count; i += kTopkSmallThreads) {
+    const uint64_t candidate = s.found[i];
+    const int rank = topk_before(s.found, 0, count, 1, candidate);
+    if (rank < p.k) {
+      const int id = static_cast<int>(~static_cast<uint32_t>(candidate));
+      const float v = s.scores[id];
+      s.ids[rank] = id;
+      s.weights[rank] = of_probabilities ? v : probability(v);
+    }
   }
+  __syncthreads();
+  if (thread >= p.k) return;
+  float weight = s.weights[thread];
+  if (p.renormalize) {
+    float total = 0.0f;
+#pragma unroll 4
+    for (int i = 0; i < p.k; ++i) total += s.weights[i];
+    weight = total == 0.0f ? 0.0f : weight / total;
+  }
+  p.ids[token * p.k + thread] = s.ids[thread];
+  p.weights[token * p.k + thread] = weight * p.scale;
 }
 
 // A candidate of a search: larger keys first, then lower ids.

@@ -10,8 +10,8 @@ namespace {
 template <int Items>
 void launch_small(const TopkParams& params, cudaStream_t stream) {
   LaunchConfig config;
-  config.grid = dim3(static_cast<unsigned>(ceil_div(params.m, kTopkWarps)));
-  config.block = dim3(32 * kTopkWarps);
+  config.grid = dim3(static_cast<unsigned>(params.m));
+  config.block = dim3(kTopkSmallThreads);
   config.stream = stream;
   launch(router_topk_small_kernel<Items>, config, params);
 }
@@ -20,10 +20,9 @@ void launch_small(const TopkParams& params, cudaStream_t stream) {
 
 void launch_topk(const TopkParams& params, cudaStream_t stream) {
   if (params.n <= kTopkSmallExperts && params.k <= kTopkSmallChoices && params.num_groups <= kTopkSmallGroups) {
-    if (params.n <= 128) return launch_small<4>(params, stream);
-    if (params.n <= 256) return launch_small<8>(params, stream);
-    if (params.n <= 512) return launch_small<16>(params, stream);
-    return launch_small<32>(params, stream);
+    if (params.n <= 256) return launch_small<2>(params, stream);
+    if (params.n <= 512) return launch_small<4>(params, stream);
+    return launch_small<8>(params, stream);
   }
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(params.m));
