@@ -32,6 +32,8 @@ GROUPS_CUT = replace(GROUPS, lengths=(1100, 330, 140, 129), num_ctas=3)
 
 # One (request, KV head), whose pieces are a cluster's.
 ALONE = replace(LONG, lengths=(2100,), num_q_heads=5, kv_dtype=FP8, num_ctas=16)
+# One request with several KV heads, a cluster each.
+HEADS = replace(ALONE, lengths=(700,), num_kv_heads=8, num_q_heads=16, num_ctas=64)
 
 
 @dataclass(frozen=True)
@@ -165,16 +167,23 @@ FAULTS = {
     "pieces of a cluster are read before they are there": Fault(
         "decode_cluster.cuh", "mbarrier_wait(barrier_, 0)", None, ALONE),
     "a cluster does not wait for all of its bytes": Fault(
-        "decode_cluster.cuh", "pieces * (kVectors + 4) * 16", "(pieces - 1) * (kVectors + 4) * 16", ALONE),
+        "decode_cluster.cuh", "pieces_ * (kVectors + 4) * 16", "(pieces_ - 1) * (kVectors + 4) * 16", ALONE),
     "a piece is pushed to a CTA that may not have begun": Fault(
         "decode.cuh", "cluster_.wait_for_others();", None, ALONE),
     "a cluster's pieces are not rescaled": Fault(
         "decode_cluster.cuh", "exp2_approx(ml[i].x - sum_ml.x)", "1.0f", ALONE),
-    "pieces that a cluster has not": Fault("decode_cluster.cuh", "piece < pieces", "true", ALONE),
+    "pieces that a cluster has not": Fault("decode_cluster.cuh", "piece < pieces_", "true", ALONE),
     "one owner's vectors for all": Fault(
         "decode_cluster.cuh", "static_cast<int32_t>(cluster_rank()) * kVectors + vector", "vector", ALONE),
     "a request without tokens is left out": Fault(
-        "decode_cluster.cuh", "pieces == 1", "pieces < 2", replace(ALONE, lengths=(0,))),
+        "decode_cluster.cuh", "pieces_ == 1", "pieces_ < 2", replace(ALONE, lengths=(0,))),
+    "one head's cluster writes another's output": Fault(
+        "decode_cluster.cuh", "own.pair", "0", HEADS),
+    "a head's cluster runs another's pieces": Fault("decode_cluster.cuh", "split.first_cta + rank", "rank", HEADS),
+    "clusters of whole heads run one": Fault(
+        "decode_cluster.cuh", "kOne ? block : pair", "kOne ? block : 0", replace(HEADS, lengths=(100,))),
+    "CTAs of a cluster beyond its pieces have some": Fault(
+        "decode_cluster.cuh", "rank >= own.pieces", "false", replace(HEADS, lengths=(300,))),
     "this step's tokens are read before pdl_wait": Fault(
         "decode_feed.cuh", "first_token(where) + kOwn <= pieces_[where].high - p_.q_len", "true"
     ),

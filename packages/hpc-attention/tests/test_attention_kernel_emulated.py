@@ -33,6 +33,7 @@ from attention_kernel_faults import (  # noqa: E402
     FAULTS,
     GROUPS,
     GROUPS_CUT,
+    HEADS,
     LATER,
     LONG,
     MANY,
@@ -250,6 +251,15 @@ PROBLEMS = {
     "a cluster, one piece": replace(ALONE, lengths=(100,)),
     "a cluster, no tokens": replace(ALONE, lengths=(0,)),
     "a cluster, many slices": replace(ALONE, lengths=(9000,), num_q_heads=1),
+    "a cluster a head": HEADS,
+    "a cluster a head, bf16, sinks": replace(HEADS, lengths=(600,), kv_dtype=BF16, num_q_heads=64, sinks=True),
+    "a cluster a head, fp16, window, 15 heads": replace(
+        HEADS, q_dtype=FP16, kv_dtype=FP16, num_kv_heads=15, num_q_heads=15, num_ctas=120, q_len=2, window=333
+    ),
+    "a cluster a head, two pieces, scales": replace(HEADS, lengths=(150,), v_scale="head", k_scale="token"),
+    "a cluster a head, one piece": replace(HEADS, lengths=(100,)),
+    "a cluster a head, a token": replace(HEADS, lengths=(1,), v_scale="float"),
+    "a cluster a head, no tokens": replace(HEADS, lengths=(0,)),
 }
 # Two and four row tiles, CTAs with one piece and with many, whole and cut.
 SPREAD = replace(SMALL, lengths=(1, 64, 700, 0, 130, 65), num_q_heads=32, num_ctas=132)
@@ -267,13 +277,18 @@ for kind, kv_dtype in (("bf16", BF16), ("e4m3", FP8)):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "rows", "longest", "ctas"),
-    [(128, 8, 4096, 16), (128, 1, 1, 16), (128, 9, 4096, 0), (128, 8, 4097, 0), (64, 8, 4096, 0), (256, 8, 4096, 0)],
-)
-def test_which_plans_of_one_pair_have_a_cluster(
-    emulated: Emulated, head_dim: int, rows: int, longest: int, ctas: int
+    ("kind", "head_dim", "rows", "heads", "longest", "ctas"),
+    [
+        (0, 128, 8, 1, 4096, 16), (2, 128, 1, 1, 1, 16), (0, 128, 9, 1, 4096, 0), (0, 128, 8, 1, 4097, 0),
+        (0, 64, 8, 1, 4096, 0), (0, 256, 8, 1, 4096, 0), (2, 128, 8, 7, 64, 0), (2, 128, 8, 8, 4096, 64),
+        (2, 128, 8, 8, 4097, 0), (2, 128, 8, 9, 4096, 0), (2, 128, 8, 15, 2240, 120), (2, 128, 8, 15, 2241, 0),
+        (2, 128, 8, 16, 64, 0), (0, 128, 8, 8, 2112, 64), (1, 128, 8, 8, 2113, 0), (2, 128, 9, 8, 64, 0),
+    ],
+)  # fmt: skip
+def test_which_plans_of_one_request_have_clusters(
+    emulated: Emulated, kind: int, head_dim: int, rows: int, heads: int, longest: int, ctas: int
 ) -> None:
-    assert emulated.call("decode_cluster_ctas", 0, head_dim, rows, longest) == ctas
+    assert emulated.call("decode_cluster_ctas", 0, kind, head_dim, rows, heads, longest) == ctas
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -292,21 +307,10 @@ def test_query_of_one_large_element(emulated: Emulated) -> None:
     inputs.check(*run(emulated, inputs), kernel=True)
 
 
-@pytest.mark.parametrize(
-    ("max_batch", "heads", "longest", "least", "half"),
-    [
-        (1, 1, 33792, 2, 1),
-        (1, 1, 33793, 2, 0),
-        (1, 8, 4096, 2, 1),
-        (2, 8, 4096, 2, 0),
-        (1, 1, 16896, 1, 1),
-        (0, 1, 64, 1, 1),
-    ],
-)
-def test_which_plans_leave_half_of_the_sms(
-    emulated: Emulated, max_batch: int, heads: int, longest: int, least: int, half: int
-) -> None:
-    assert emulated.call("leaves_half", max_batch, heads, longest, least) == half
+def test_which_plans_leave_half_of_the_sms(emulated: Emulated) -> None:
+    yes = [(1, 1, 33792, 2), (1, 8, 4096, 2), (1, 1, 16896, 1), (0, 1, 64, 1)]  # max_batch, heads, longest, min_tiles
+    no = [(1, 1, 33793, 2), (2, 8, 4096, 2), (1, 1, 16897, 1)]
+    assert [emulated.call("leaves_half", *plan) for plan in yes + no] == [1] * len(yes) + [0] * len(no)
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, FP8])

@@ -55,23 +55,27 @@ def test_every_kernel(kind: tuple[torch.dtype, torch.dtype], head_dim: int, rows
     run_twice(problem.make("cuda"))
 
 
-@pytest.mark.parametrize("length", [0, 1, 129, 700, 3000, 4096])
+@pytest.mark.parametrize("length", [0, 1, 129, 700, 2112, 4096])
+@pytest.mark.parametrize("heads", [1, 8])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}".replace("torch.", ""))
-def test_one_pair_in_a_cluster(kind: tuple[torch.dtype, torch.dtype], length: int) -> None:
-    """The only pair of a plan for at most 4,096 tokens has a cluster, which adds its pieces."""
+def test_one_request_in_clusters(kind: tuple[torch.dtype, torch.dtype], heads: int, length: int) -> None:
+    """Of a plan for one short request every pair has a cluster, which adds its pieces."""
+    longest = 2112 if heads == 8 else 4096
     problem = replace(
-        SMALL, lengths=(length,), q_dtype=kind[0], kv_dtype=kind[1], num_q_heads=7, num_kv_heads=1, max_seq_len=4096,
-        k_scale="token", v_scale="head", sinks=True,
+        SMALL, lengths=(min(length, longest),), q_dtype=kind[0], kv_dtype=kind[1], num_q_heads=7 * heads,
+        num_kv_heads=heads, max_seq_len=longest, k_scale="token", v_scale="head", sinks=True,
     )  # fmt: skip
     inputs = problem.make("cuda")
-    assert inputs.plan.num_ctas == 16
+    assert inputs.plan.num_ctas == (16 if heads == 1 else 64)
     run_twice(inputs)
 
 
-@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
-def test_a_cluster_in_a_captured_step(kv_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kv_dtype", "heads"), [(BF16, 1), (FP8, 1), (FP8, 8)])
+def test_clusters_in_a_captured_step(kv_dtype: torch.dtype, heads: int) -> None:
     """Layers that start early, whose lengths change between replays, equal eager calls, every time."""
-    problem = replace(SMALL, lengths=(4096,), kv_dtype=kv_dtype, num_kv_heads=1, max_seq_len=4096)
+    problem = replace(
+        SMALL, lengths=(4096,), kv_dtype=kv_dtype, num_q_heads=8 * heads, num_kv_heads=heads, max_seq_len=4096
+    )
     layers = [replace(problem, seed=seed).make("cuda") for seed in (0, 1)]
     plan, lengths = layers[0].plan, layers[0].cache.seq_lens
     outs = [torch.empty_like(layer.q) for layer in layers]

@@ -59,13 +59,16 @@ int decode_ctas_per_sm(int device, int kv, int32_t head_dim, int32_t rows) {
   return hpc::attention::decode_ctas_per_sm(problem_of(kv, head_dim, rows, true, 0));
 }
 
-// CTAs of a plan for one (request, KV head) pair of at most max_seq_len tokens: a cluster's. 0: as many as of others.
-int decode_cluster_ctas(int device, int32_t head_dim, int32_t rows, int32_t max_seq_len) {
+// CTAs of a plan for one request of at most max_seq_len tokens: its heads' clusters'. 0: as many as of others.
+int decode_cluster_ctas(int device, int kv, int32_t head_dim, int32_t rows, int32_t num_kv_heads, int32_t max_seq_len) {
   using namespace hpc::attention;
-  if (max_seq_len > kDecodeClusterTokens || !decode_uses_cluster(head_dim, rows, 1, kDecodeCluster, false)) return 0;
+  const DecodeProblem problem = problem_of(kv, head_dim, rows, true, 0);
+  const int32_t cluster = decode_cluster(head_dim, rows, 1, num_kv_heads, false);
+  if (cluster == 1 || max_seq_len > kDecodeClusterTokens) return 0;
+  if (!plan_leaves_half(1, num_kv_heads, max_seq_len, min_tiles(head_dim, kv_bytes(problem.kv)))) return 0;
   hpc::require_sm90(kWhere, device);
   const hpc::DeviceGuard guard(device);
-  return decode_cluster_fits(device) ? kDecodeCluster : 0;
+  return decode_cluster_fits(device, cluster) ? cluster * num_kv_heads : 0;
 }
 
 void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32_t head_dim, int32_t num_q_heads,
@@ -161,18 +164,19 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
   p.per_token_scale = per_token_scale;
   hpc::require_sm90(kWhere, device);
   const hpc::DeviceGuard guard(device);
-  problem.cluster =
-      stages == 0 &&
-      hpc::attention::decode_uses_cluster(head_dim, rows, max_batch * num_kv_heads, num_ctas, batch_invariant) &&
-      hpc::attention::decode_cluster_fits(device);
+  const int32_t cluster = hpc::attention::decode_cluster(head_dim, rows, max_batch, num_kv_heads, batch_invariant);
+  if (stages == 0 && cluster > 1 && num_ctas == cluster * num_kv_heads &&
+      hpc::attention::decode_cluster_fits(device, cluster)) {
+    problem.cluster = cluster;
+  }
   const int32_t ring = hpc::attention::decode_config(problem).stages;
   // All of the ring where no other loads wait behind it: with a cluster, and where half of the SMs have nothing. (Not
   // with 16 bits: 1x16K 5.2 -> 5.7 us on an H200.)
   const int32_t kv_bytes = hpc::attention::kv_bytes(problem.kv);
-  const bool all =
-      problem.cluster || (kv_bytes == 1 && rows <= hpc::attention::kRowTile && !batch_invariant &&
-                          hpc::attention::plan_leaves_half(max_batch, num_kv_heads, std::min(max_seq_len, p.capacity),
-                                                           hpc::attention::min_tiles(head_dim, kv_bytes)));
+  const bool all = problem.cluster > 1 ||
+                   (kv_bytes == 1 && rows <= hpc::attention::kRowTile && !batch_invariant &&
+                    hpc::attention::plan_leaves_half(max_batch, num_kv_heads, std::min(max_seq_len, p.capacity),
+                                                     hpc::attention::min_tiles(head_dim, kv_bytes)));
   if (early_slices < 0) early_slices = all ? ring : hpc::attention::decode_early_slices(ring);
   p.early_slices = early && hpc::pdl_enabled() ? std::min(early_slices, ring) : 0;
   hpc::check_aligned16(kWhere, "q", p.q);
@@ -193,7 +197,7 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
 void bind_decode(nb::module_& module) {
   module.def("decode_ctas_per_sm", &decode_ctas_per_sm, nb::arg("device"), nb::arg("kv"), nb::arg("head_dim"),
              nb::arg("rows"));
-  module.def("decode_cluster_ctas", &decode_cluster_ctas, nb::arg("device"), nb::arg("head_dim"), nb::arg("rows"),
-             nb::arg("max_seq_len"));
+  module.def("decode_cluster_ctas", &decode_cluster_ctas, nb::arg("device"), nb::arg("kv"), nb::arg("head_dim"),
+             nb::arg("rows"), nb::arg("num_kv_heads"), nb::arg("max_seq_len"));
   module.def("decode", &decode);
 }

@@ -20,8 +20,8 @@ struct DecodeProblem {
   bool per_token_scale;  // keys have a scale of their own
   int32_t stages = 0;    // slices in flight a warp; 0: decode_stages()
   int32_t num_kv_heads = 1;
-  bool plain = false;    // nothing is asked for that a plain kernel leaves out: see plain_params()
-  bool cluster = false;  // all CTAs are one cluster's: see decode_uses_cluster()
+  bool plain = false;   // nothing is asked for that a plain kernel leaves out: see plain_params()
+  int32_t cluster = 1;  // CTAs of each pair's cluster: see decode_cluster(); 1: none
 };
 
 struct DecodeConfig {
@@ -150,16 +150,19 @@ constexpr int decode_plain_page(KvKind kv) {
   return kv == KvKind::kE4m3 ? 32 : 16;
 }
 
-// The only (request, head) pair of a plan can have a cluster's CTAs, which then add its pieces through distributed
-// shared memory (kernels/decode_cluster.cuh). Not where requests are long: a cluster has 16 of 132 SMs.
-constexpr int kDecodeCluster = 16;
+// Where a plan is for one request, each of its (request, head) pairs can have a cluster's CTAs, which then add its
+// pieces through distributed shared memory (kernels/decode_cluster.cuh): 16 where it is the only one; 8, with which
+// they have half of the SMs, where there are 8 to 15, as many such clusters as an H200 has room for at once. Not where
+// the request is long: all SMs then read sooner.
+constexpr int kDecodeCluster = 16, kDecodeHeadsCluster = 8;
 constexpr int kDecodeClusterTokens = 4096;
 constexpr bool decode_has_clusters(int head_dim, int row_tiles) {
   return head_dim == 128 && row_tiles == 1;
 }
-constexpr bool decode_uses_cluster(int head_dim, int rows, int pairs, int num_ctas, bool batch_invariant) {
-  return decode_has_clusters(head_dim, decode_row_tiles(head_dim, rows)) && pairs == 1 && num_ctas == kDecodeCluster &&
-         !batch_invariant;
+// CTAs of a pair's cluster; 1: none.
+constexpr int decode_cluster(int head_dim, int rows, int max_batch, int num_kv_heads, bool batch_invariant) {
+  if (!decode_has_clusters(head_dim, decode_row_tiles(head_dim, rows)) || max_batch != 1 || batch_invariant) return 1;
+  return num_kv_heads == 1 ? kDecodeCluster : (num_kv_heads >= 8 && num_kv_heads <= 15 ? kDecodeHeadsCluster : 1);
 }
 // Bytes of a CTA for what the others' results are in its share.
 constexpr int decode_cluster_bytes(int head_dim, int cluster) {
@@ -186,8 +189,9 @@ constexpr DecodeSmem decode_smem(KvKind kv, int head_dim, int row_tiles, int sta
   smem.rows = smem.pairs + kDecodeWarps * merged * 4 * 16;
   smem.cluster =
       smem.rows + decode_query_depth(head_dim, row_tiles) * row_tiles * kRowTile * decode_query_pitch(head_dim);
-  smem.query =
-      smem.cluster + (decode_has_clusters(head_dim, row_tiles) ? decode_cluster_bytes(head_dim, kDecodeCluster) : 0);
+  static_assert(decode_cluster_bytes(128, kDecodeHeadsCluster) >= decode_cluster_bytes(128, kDecodeCluster));
+  smem.query = smem.cluster +
+               (decode_has_clusters(head_dim, row_tiles) ? decode_cluster_bytes(head_dim, kDecodeHeadsCluster) : 0);
   smem.weights = smem.query;
   if (decode_query_in_smem(head_dim, row_tiles)) smem.weights += row_tiles * (head_dim / 32 * 512 + kRowTile * 4);
   smem.largest =
@@ -204,7 +208,7 @@ inline DecodeConfig decode_config(const DecodeProblem& problem) {
   config.row_groups = ceil_div(problem.rows, kRowTile * config.row_tiles);
   config.stages = problem.stages > 0 ? problem.stages : decode_stages(problem.kv, problem.head_dim, config.row_tiles);
   config.plain = problem.plain && problem.stages == 0 && decode_has_plain(problem.kv, problem.head_dim);
-  config.cluster = problem.cluster ? kDecodeCluster : 1;
+  config.cluster = problem.cluster;
   config.abreast = config.plain && problem.num_kv_heads > 1 && decode_has_solos(problem.head_dim, config.row_tiles);
   const int used =
       decode_smem(problem.kv, problem.head_dim, config.row_tiles, config.stages, problem.per_token_scale).bytes;

@@ -4,15 +4,12 @@
 // the cache from L2). A CTA attends over its pieces one after the other; its 8 warps share the slices of a piece
 // (decode_attend.cuh), or take short whole pieces (solo pieces) one each, side by side. With many query rows a slice is
 // not one warp's but a team's of four (decode_team.cuh). A worker is what a slice belongs to: a warp or a team.
-//
-// With kCluster > 1 all CTAs are one cluster's and add the plan's only pair themselves (decode_cluster.cuh).
+// With kCluster > 1 every pair of the plan has a cluster, whose CTAs add its pieces themselves (decode_cluster.cuh).
 //
 // Memory: each worker's own ring in shared memory (decode_feed.cuh), kept full across pieces. No barrier of the CTA
 // inside a piece. At a piece's end the workers' results go through shared memory, are added in the order of their
 // slices, and become the output (whole pieces) or a partial result for combine.cuh. A solo piece's warp writes the
-// output from its registers.
-//
-// Shared memory: see decode_smem().
+// output from its registers. Where what lies: decode_smem().
 //
 // Programmatic launch: the plan, page ids and slices without this step's tokens are read before the wait; the query,
 // the scales and everything else after it; nothing is written to global memory before it.
@@ -60,8 +57,7 @@ class DecodeWorker {
   static constexpr bool kKeysFirst = kTeams && kRowTiles == 4 && kKind == KvKind::kE4m3;
   static constexpr bool kGroups = kRowTiles > 1;  // whether there can be several row groups
   using Ring = typename Feed::Ring;
-
-  __device__ __forceinline__ DecodeWorker(const DecodeParams& p, char* smem)
+  __device__ __forceinline__ DecodeWorker(const DecodeParams& p, char* smem, const ClusterRun& own = {})
       : p_(p),
         warp_(__shfl_sync(kAllLanes, static_cast<int32_t>(threadIdx.x) / 32, 0)),  // so that it is known to be uniform
         worker_(warp_ / kShare),
@@ -74,7 +70,7 @@ class DecodeWorker {
         pieces_(p, *reinterpret_cast<typename Pieces::State*>(smem + kSmem.walk),
                 reinterpret_cast<DecodeRequest*>(smem + kSmem.requests), reinterpret_cast<Row*>(smem + kSmem.pieces)),
         own_(p, base_, first_row_, warp_, lane_),
-        cluster_(p, base_ + kSmem.cluster, cluster_full()) {}
+        cluster_(p, base_ + kSmem.cluster, cluster_full(), own) {}
 
   // cta: row of the plan; run: that row, and `after` the next one (but of the `last` its own), which have been asked
   // for before anything else.
@@ -478,7 +474,7 @@ class DecodeWorker {
     }
   }
 
-  // The results of a group, whose pieces are whole.
+  // Of a group, whose pieces are whole.
   __device__ __forceinline__ void merge_group() {
     const int32_t log_group = piece_.log_group(), first_head = piece_.kv_head - piece_.number();
 #pragma unroll 1
@@ -572,16 +568,20 @@ template <KvKind kKind, int kDim, int kRowTiles, int kStages, bool kAbreast, int
 __device__ __forceinline__ void run_decode(const DecodeParams& p) {
   extern __shared__ __align__(128) char smem[];
   using Worker = DecodeWorker<kKind, kDim, kRowTiles, kStages, kAbreast, kCluster>;
-  // The first load waits for this row; the division is left out where it can be. (As far as the compiler knows threads
-  // read different rows: what follows from them so stays out of the uniform registers, which are slow to reach.)
+  // The first load waits for this row; a division is left out where it can be. (`none`: as far as the compiler knows
+  // threads read different rows, so what follows from them stays out of uniform registers, which are slow to reach.)
   if (p.early_slices == 0) pdl_wait();
-  const auto block = static_cast<int32_t>(blockIdx.x);
+  const auto block = static_cast<int32_t>(blockIdx.x), ctas = static_cast<int32_t>(gridDim.x);
   const int32_t cta = !Worker::kGroups || p.row_groups == 1 ? block : block / p.row_groups;
-  const auto ctas = static_cast<int32_t>(gridDim.x);
   const int32_t last = (!Worker::kGroups || p.row_groups == 1 ? ctas : ctas / p.row_groups) - 1;
-  const int32_t none = static_cast<int32_t>(threadIdx.x) / kDecodeThreads;  // less than 1
-  const DecodeCta run = p.ctas[cta + none], after = p.ctas[min(cta + 1, last) + none];
-  Worker(p, smem).run(cta, run, after, cta == last);
+  const int32_t none = static_cast<int32_t>(threadIdx.x) / kDecodeThreads;
+  if constexpr (kCluster > 1) {
+    const ClusterRun own = cluster_run<kCluster>(p, block, none);
+    Worker(p, smem, own).run(own.cta, own.run, {}, false);
+  } else {
+    const DecodeCta run = p.ctas[cta + none], after = p.ctas[min(cta + 1, last) + none];
+    Worker(p, smem).run(cta, run, after, cta == last);
+  }
 }
 
 // kPlain: see plain_params(). kAbreast: whether whole pairs of several heads of a request, one behind the other in a

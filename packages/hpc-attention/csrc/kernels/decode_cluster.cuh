@@ -1,15 +1,36 @@
 // The pieces of a (request, KV head) pair that has a whole cluster, added through distributed shared memory: no partial
-// result in global memory, and no second kernel.
+// result in global memory, and no second kernel. Every pair of the plan, heads of one request, has one.
 //
-// CTA r has piece r. Each adds a share of the vectors (see decode_merge.cuh) of all pieces: every CTA pushes its merged
-// vectors to their owners, whose barrier counts the bytes. An owner leaves when all have come; so nobody writes to a
-// CTA that has ended. A vector's pieces are added by 4 threads, each in the order of the keys, then in pairs.
+// CTA r of a cluster has piece r. Each adds a share of the vectors (see decode_merge.cuh) of all pieces: every CTA
+// pushes its merged vectors to their owners, whose barrier counts the bytes. An owner leaves when all have come; so
+// nobody writes to a CTA that has ended. A vector's pieces are added by 4 threads, each in the order of the keys, then
+// in pairs.
 #pragma once
 
 #include "decode_merge.cuh"
 #include "hpc/cluster.cuh"
 
 namespace hpc::attention {
+
+// What CTA number `block` of the grid has to do: its row of the map, the KV head of its cluster's pair, and how many
+// pieces that has (0 where there are no tokens). none: 0 that the compiler doesn't know, see run_decode().
+struct ClusterRun {
+  int32_t cta, pair, pieces;
+  DecodeCta run;
+};
+template <int kCluster>
+__device__ __forceinline__ ClusterRun cluster_run(const DecodeParams& p, int32_t block, int32_t none) {
+  // Pairs have as many pieces each, one behind the other in the map: all of them are cut, or none is.
+  constexpr bool kOne = kCluster == kDecodeCluster;  // there is one pair alone
+  const int32_t pair = kOne ? 0 : block / kCluster, rank = block % kCluster, whole = kOne ? block : pair;
+  const DecodeSplit split = p.splits[pair + none];
+  const bool cut = split.pieces > 0;
+  ClusterRun own = {!kOne && cut ? split.first_cta + rank : whole, pair, split.pieces, {}};
+  own.run = p.ctas[own.cta + none];
+  if (!cut) own.pieces = (kOne ? p.ctas[none].count : own.run.count) > 0;
+  if (rank >= own.pieces) own.run = {};
+  return own;
+}
 
 template <int kDim, int kCluster>
 class ClusterSum {
@@ -22,8 +43,8 @@ class ClusterSum {
 
   // base: shared address of kBytes bytes; barrier: of an mbarrier for one arrival. Every CTA's barrier is initialised
   // before the first push.
-  __device__ __forceinline__ ClusterSum(const DecodeParams& p, uint32_t base, uint32_t barrier)
-      : p_(p), base_(base), barrier_(barrier), count_(p.ctas[threadIdx.x % kCluster].count) {}
+  __device__ __forceinline__ ClusterSum(const DecodeParams& p, uint32_t base, uint32_t barrier, const ClusterRun& own)
+      : p_(p), base_(base), barrier_(barrier), kv_head_(own.pair), pieces_(own.pieces) {}
 
   // This thread has initialised what it had to of the barriers. All threads, then all before the first push.
   __device__ __forceinline__ void begin() const {
@@ -44,13 +65,12 @@ class ClusterSum {
   // Adds this CTA's share and writes it; zeros where there is no piece. One piece alone has been written as it is. All
   // lanes call it together.
   __device__ __forceinline__ void finish() const {
-    const int32_t pieces = __popc(__ballot_sync(0xffffffffu, count_ > 0) & ((1u << kCluster) - 1));
     const auto thread = static_cast<int32_t>(threadIdx.x);
-    if (p_.batch == 0 || pieces == 1 || thread >= kThreads) return;
+    if (p_.batch == 0 || pieces_ == 1 || thread >= kThreads) return;
     const int32_t vector = thread / kShares, share = thread % kShares;
-    const ResultPlace to = result_place(p_, 0, 0, 0, static_cast<int32_t>(cluster_rank()) * kVectors + vector);
-    if (pieces > 0) {
-      if (thread == 0) mbarrier_arrive_expect_tx(barrier_, pieces * (kVectors + 4) * 16);
+    const ResultPlace to = result_place(p_, 0, kv_head_, 0, static_cast<int32_t>(cluster_rank()) * kVectors + vector);
+    if (pieces_ > 0) {
+      if (thread == 0) mbarrier_arrive_expect_tx(barrier_, pieces_ * (kVectors + 4) * 16);
       mbarrier_wait(barrier_, 0);
     }
     constexpr int kLoads = kCluster / kShares;
@@ -60,7 +80,7 @@ class ClusterSum {
       const int32_t piece = kLoads * share + i;
       o[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       ml[i] = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
-      if (piece < pieces) {
+      if (piece < pieces_) {
         o[i] = lds_float4(base_ + vector * kPitch + piece * 16);
         ml[i] = lds_float4(base_ + kPairsAt + vector % 4 * kPitch + piece * 16);
       }
@@ -86,20 +106,20 @@ class ClusterSum {
       sum_ml.y += __shfl_xor_sync(0xffffffffu, sum_ml.y, mask),
           sum_ml.w += __shfl_xor_sync(0xffffffffu, sum_ml.w, mask);
     }
-    if (share == 0) store_result(p_, to, 0, sum, sum_ml);
+    if (share == 0) store_result(p_, to, kv_head_, sum, sum_ml);
   }
 
  private:
   const DecodeParams& p_;
   const uint32_t base_, barrier_;
-  const int32_t count_;  // tiles of CTA number lane % kCluster
+  const int32_t kv_head_, pieces_;
 };
 
 // Without clusters.
 template <int kDim>
 class ClusterSum<kDim, 1> {
  public:
-  __device__ __forceinline__ ClusterSum(const DecodeParams&, uint32_t, uint32_t) {}
+  __device__ __forceinline__ ClusterSum(const DecodeParams&, uint32_t, uint32_t, const ClusterRun&) {}
   __device__ __forceinline__ void begin() const {}
   __device__ __forceinline__ void wait_for_others() const {}
   __device__ __forceinline__ void finish() const {}

@@ -30,18 +30,19 @@ int decode_ctas_per_sm(const DecodeProblem& problem) {
   return std::min(resident, kDecodeCtasPerSm);
 }
 
-bool decode_cluster_fits(int device) {
-  static std::array<bool, kMaxDevices> fits;
-  static std::array<std::once_flag, kMaxDevices> once;
+bool decode_cluster_fits(int device, int cluster) {
+  static std::array<std::array<bool, 2>, kMaxDevices> fits;
+  static std::array<std::array<std::once_flag, 2>, kMaxDevices> once;
   device_properties(device);  // checks the index
-  std::call_once(once[device], [device] {
+  const int which = cluster == kDecodeCluster ? 0 : 1;
+  std::call_once(once[device][which], [device, cluster, which] {
     const DecodeProblem problem = {
-        .kv = KvKind::kE4m3, .head_dim = 128, .rows = 1, .per_token_scale = true, .cluster = true};
+        .kv = KvKind::kE4m3, .head_dim = 128, .rows = 1, .per_token_scale = true, .cluster = cluster};
     const DecodeConfig config = decode_config(problem);
-    fits[device] =
-        resident_clusters(find_kernel(problem, config), kDecodeThreads, config.smem_bytes, config.cluster) > 0;
+    fits[device][which] =
+        resident_clusters(find_kernel(problem, config), kDecodeThreads, config.smem_bytes, cluster) > 0;
   });
-  return fits[device];
+  return fits[device][which];
 }
 
 void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int32_t num_ctas, int32_t combine_ctas,

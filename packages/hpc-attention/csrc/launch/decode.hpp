@@ -19,8 +19,9 @@ DecodeKernel decode_kernel_e4m3(int32_t head_dim, const DecodeConfig& config);
 // most kDecodeCtasPerSm.
 int decode_ctas_per_sm(const DecodeProblem& problem);
 
-// Whether the current device, number `device`, has room for a cluster of kDecodeCluster CTAs; found out once.
-bool decode_cluster_fits(int device);
+// Whether the current device, number `device`, has room for a cluster of so many CTAs (kDecodeCluster or
+// kDecodeHeadsCluster); found out once.
+bool decode_cluster_fits(int device, int cluster);
 
 // Both kernels on the current device; no allocation, no synchronisation. num_ctas: rows of the map's `ctas`.
 // combine_ctas: grid of the second kernel; negative: it is left out, for measurements. A cluster needs none.

@@ -20,10 +20,15 @@ DecodeKernel decode_instance(int32_t head_dim, const DecodeConfig& config) {
   if (config.cluster > 1) {
     constexpr int kStages = decode_stages(kKind, 128, 1);
     if (head_dim != 128 || row_tiles != 1) return nullptr;
+    const bool one = config.cluster == kDecodeCluster;
     if constexpr (decode_has_plain(kKind, 128)) {
-      if (config.plain) return decode_kernel<kKind, 128, 1, kStages, true, false, kDecodeCluster>;
+      if (config.plain) {
+        return one ? decode_kernel<kKind, 128, 1, kStages, true, false, kDecodeCluster>
+                   : decode_kernel<kKind, 128, 1, kStages, true, false, kDecodeHeadsCluster>;
+      }
     }
-    return decode_kernel<kKind, 128, 1, kStages, false, false, kDecodeCluster>;
+    return one ? decode_kernel<kKind, 128, 1, kStages, false, false, kDecodeCluster>
+               : decode_kernel<kKind, 128, 1, kStages, false, false, kDecodeHeadsCluster>;
   }
   if constexpr (decode_has_plain(kKind, 128)) {
     if (config.plain) {

@@ -27,12 +27,14 @@ def ctas_per_sm(device: torch.device, kv_dtype: torch.dtype, head_dim: int, rows
     return _C.decode_ctas_per_sm(device.index, _KIND[kv_dtype], head_dim, rows)
 
 
-def cluster_ctas(device: torch.device, head_dim: int, rows: int, max_seq_len: int) -> int:
-    """CTAs of a plan for one (request, KV head): a cluster's, which adds the pieces itself; 0 where it is not for that.
+def cluster_ctas(
+    device: torch.device, kv_dtype: torch.dtype, head_dim: int, rows: int, num_kv_heads: int, max_seq_len: int
+) -> int:
+    """CTAs of a plan for one request: a cluster a KV head, which adds its pieces itself; 0 where it has none.
 
-    rows: query rows of the KV head.
+    rows: query rows of one KV head.
     """
-    return _C.decode_cluster_ctas(device.index, head_dim, rows, max_seq_len)
+    return _C.decode_cluster_ctas(device.index, _KIND[kv_dtype], head_dim, rows, num_kv_heads, max_seq_len)
 
 
 def _strides(tensor: torch.Tensor, *dims: int) -> tuple[int, ...]:

@@ -58,8 +58,9 @@ class DecodePlan:
         max_seq_len: longest request, at most 1,048,576 (the default). batch_invariant needs it: the workspace grows
             with it. Longer requests are cut to it.
         num_ctas: CTAs that share the work, 1 to 1,024; default what is resident on the device at once (132 on a CPU),
-            or one cluster of 16 where max_batch and num_kv_heads are 1 and max_seq_len at most 4,096 (head_dim 128, at
-            most 8 query rows).
+            or, where max_batch is 1 and max_seq_len at most 4,096 (head_dim 128, at most 8 query rows a KV head), a
+            cluster of 16 for one KV head, and of 8 for each of 8 to 15 (no more than 528 tiles of 64 tokens in all with
+            an e4m3 cache, 264 with 16 bits).
         workspace: a contiguous tensor of at least ``DecodePlan.sizes(...).workspace_bytes`` bytes on the device;
             default a new one.
 
@@ -149,10 +150,9 @@ class DecodePlan:
             fail(_WHERE, "max_seq_len", "an int with batch_invariant=True (the workspace grows with it)", None)
         longest = MAX_SEQ_LEN if max_seq_len is None else check_int(_WHERE, "max_seq_len", max_seq_len, 1, MAX_SEQ_LEN)
         if num_ctas is None:
-            alone = max_batch * num_kv_heads == 1 and not batch_invariant
-            num_ctas = _num_ctas(
-                _device(device), kv_dtype, head_dim, q_len * (num_q_heads // num_kv_heads), longest if alone else None
-            )
+            alone = max_batch == 1 and not batch_invariant
+            rows = q_len * (num_q_heads // num_kv_heads)
+            num_ctas = _num_ctas(_device(device), kv_dtype, head_dim, rows, num_kv_heads, longest if alone else None)
         check_int(_WHERE, "num_ctas", num_ctas, 1, 1024)
         config = _C.plan_config(
             max_batch=max_batch, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, q_len=q_len,
@@ -219,11 +219,13 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.device(machine.device)
 
 
-def _num_ctas(device: torch.device, kv_dtype: torch.dtype, head_dim: int, rows: int, alone: int | None) -> int:
-    """alone: the longest length, where there is one (request, KV head) in all."""
+def _num_ctas(
+    device: torch.device, kv_dtype: torch.dtype, head_dim: int, rows: int, num_kv_heads: int, alone: int | None
+) -> int:
+    """alone: the longest length, where the plan is for one request."""
     if device.type == "cpu":
         return _CPU_CTAS
-    if alone is not None and (ctas := cluster_ctas(device, head_dim, rows, alone)):
+    if alone is not None and (ctas := cluster_ctas(device, kv_dtype, head_dim, rows, num_kv_heads, alone)):
         return ctas
     return capability(device).num_sms * ctas_per_sm(device, kv_dtype, head_dim, rows)
 
