@@ -101,6 +101,10 @@ def every_kernel() -> Checks:
                 fields += tile_fields(
                     _C.PAIRED_TILES, (1, 2, 3, 4, 8), **terms_in_memory, paired=(True,), stages=(0, 5)
                 )
+                pairs = {"paired": (True,), "pairs_experts": (True,)}
+                fields += tile_fields(
+                    _C.PAIRED_EXPERT_TILES, (1, 2, 3, 4, 8), **terms_in_memory, **pairs, stages=(0, 3, 5)
+                )
             for f in fields:
                 name = f"kernel {weight_type} terms={terms} {m}x{n}x{k} {f}"
                 try:
@@ -123,7 +127,12 @@ def every_kernel() -> Checks:
                     use=(rms_use, largest_use),
                 )
                 if config.presplit and same_order(config):
-                    from_fp32 = make_config(x, weight, terms, **{**f, "presplit": False, "paired": False, "stages": 0})
+                    from_fp32 = make_config(
+                        x,
+                        weight,
+                        terms,
+                        **{k: f[k] for k in ("kernel", "rows", "k_groups", "tokens", "split", "sums_apart")},
+                    )
                     yield result(f"{name} as from fp32", torch.equal(y, run(x, weight, terms, from_fp32)))
 
 

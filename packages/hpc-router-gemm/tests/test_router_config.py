@@ -30,21 +30,24 @@ def test_config_is_legal_and_covers_the_problem(problem: dict) -> None:
     assert 0 < c.smem_bytes <= SMEM_LIMIT
     tiles = (c.rows, c.tokens) if c.kernel == "stream" else (c.rows, c.k_groups, c.tokens)
     wgmma_tiles = _C.PAIRED_TILES if c.paired else _C.TERM_TILES if c.presplit else _C.WGMMA_TILES
+    wgmma_tiles = _C.PAIRED_EXPERT_TILES if c.pairs_experts else wgmma_tiles
     assert tiles in (_C.STREAM_TILES if c.kernel == "stream" else wgmma_tiles)
     if c.presplit:  # terms that are in memory, for the tile kernel
         assert problem["presplit"] and problem["terms"] > 1 and not problem["weight_is_bf16"] and c.kernel == "tile"
     assert c.presplit or not c.paired
-    pair = 2 if c.paired else 1  # CTAs of two token tiles
+    assert c.paired or not c.pairs_experts
+    pair = 2 if c.paired else 1  # CTAs of two tiles
     assert c.split * pair <= 8 or c.split * pair == 16
-    token_tiles = _ceil(problem["m"], c.tokens * pair) * pair
-    expert_tiles = _ceil(problem["n"], c.rows)
+    of_tokens, of_experts = (1, pair) if c.pairs_experts else (pair, 1)
+    token_tiles = _ceil(problem["m"], c.tokens * of_tokens) * of_tokens
+    expert_tiles = _ceil(problem["n"], c.rows * of_experts) * of_experts
     assert c.ctas == token_tiles * expert_tiles * c.split
     assert c.stages >= (1 if c.kernel == "stream" else 2 * c.k_groups)
     # A split rank has work: k in steps of 32 for 8 warps, or in blocks of 128.
     if c.kernel == "tile":
         assert c.split <= _ceil(problem["k"], 128)
     # The same Config by hand is accepted and the same.
-    names = ("kernel", "rows", "tokens", "k_groups", "split", "sums_apart", "presplit", "paired")
+    names = ("kernel", "rows", "tokens", "k_groups", "split", "sums_apart", "presplit", "paired", "pairs_experts")
     fields = {name: getattr(c, name) for name in names}
     assert repr(_C.make_config(**{**problem, **fields}, stages=c.stages)) == repr(c)
 
@@ -91,6 +94,17 @@ def test_two_terms_sum_at_most_256_of_k_unpromoted(problem: dict) -> None:
         {"kernel": "tile", "rows": 64, "tokens": 64, "paired": True},
         {"kernel": "tile", "rows": 64, "tokens": 176, "presplit": True, "paired": True},
         {"kernel": "tile", "rows": 64, "tokens": 64, "presplit": True, "paired": True, "split": 5},
+        {"kernel": "tile", "rows": 64, "tokens": 104, "presplit": True, "pairs_experts": True},
+        {"kernel": "tile", "rows": 64, "tokens": 64, "presplit": True, "paired": True, "pairs_experts": True},
+        {
+            "kernel": "tile",
+            "rows": 64,
+            "tokens": 104,
+            "presplit": True,
+            "paired": True,
+            "pairs_experts": True,
+            "terms": 3,
+        },
     ],
 )
 def test_illegal_configs_are_refused(fields: dict) -> None:
@@ -132,10 +146,10 @@ def test_sums_apart_have_memory_beside_a_block_of_k(problem: dict, split: int) -
 
 def test_of_two_token_groups_the_first_has_its_sums_apart() -> None:
     """64 x 176: a warpgroup has 11 blocks of 64 x 8, of which a rank of three owns 4 at most."""
-    c = _C.choose_config(m=512, n=768, k=6144, presplit=True)
+    c = _C.choose_config(m=528, n=768, k=6144, presplit=True)
     assert (c.tokens, c.split, c.stages, c.sums_apart) == (176, 3, 5, True)
     fields = {"kernel": "tile", "rows": 64, "tokens": 176, "split": 3, "stages": 5, "presplit": True}
-    over_stages = _C.make_config(m=512, n=768, k=6144, **fields)
+    over_stages = _C.make_config(m=528, n=768, k=6144, **fields)
     assert c.smem_bytes == over_stages.smem_bytes + 3 * 4 * 64 * 8 * 4
 
 
@@ -147,10 +161,21 @@ def test_pairs_are_of_two_token_tiles(problem: dict, split: int) -> None:
     assert c.ctas == _ceil(problem["m"], 128) * 2 * _ceil(problem["n"], 64) * split
 
 
+@given(problems, st.sampled_from((1, 2, 4, 8)))
+def test_pairs_of_two_expert_tiles(problem: dict, split: int) -> None:
+    problem = {**problem, "k": 6144, "terms": 2, "weight_is_bf16": False, "presplit": True}
+    pairs = {"paired": True, "pairs_experts": True}
+    c = _C.make_config(**problem, kernel="tile", rows=64, tokens=104, split=split, **pairs)
+    assert c.ctas == _ceil(problem["m"], 104) * _ceil(problem["n"], 128) * 2 * split
+
+
 def test_measured_rows_for_pairs() -> None:
-    for m, n, k, tokens, split in ((256, 384, 3072, 64, 4), (1024, 384, 3072, 104, 2), (256, 768, 6144, 128, 4)):
+    of_tokens = ((256, 384, 3072, 64, 4), (1024, 192, 4096, 104, 4), (256, 768, 6144, 128, 4))
+    of_experts = ((512, 384, 3072, 104, 4), (1024, 384, 3072, 104, 2), (512, 768, 6144, 104, 2))
+    for m, n, k, tokens, split in of_tokens + of_experts:
         c = _C.choose_config(m=m, n=n, k=k, presplit=True)
         assert (c.paired, c.tokens, c.split) == (True, tokens, split) and c.ctas <= 120  # resident in clusters of 4, 8
+        assert c.pairs_experts == ((m, n, k, tokens, split) in of_experts)
         assert not _C.choose_config(m=m, n=n, k=k).paired
 
 

@@ -103,7 +103,7 @@ def test_a_row_serves_the_tokens_up_to_it(
 
 def test_an_older_table_has_one_config_and_sums_over_the_stages(document: dict, tmp_path: pathlib.Path) -> None:
     for row in document["rows"]:
-        for name in ("three", "owned_three", "sums_apart", "presplit", "paired"):
+        for name in ("three", "owned_three", "sums_apart", "presplit", "paired", "pairs_experts"):
             del row[name]
     for row in tuned.load(written(document, tmp_path)).choices[SIZE]:
         assert row.config_three is row.config_owned_three is None and row.config["presplit"] is False

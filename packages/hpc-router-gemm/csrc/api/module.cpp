@@ -34,14 +34,15 @@ void bind_config(nb::module_& module) {
       .def_ro("sums_apart", &Config::sums_apart)
       .def_ro("presplit", &Config::presplit)
       .def_ro("paired", &Config::paired)
+      .def_ro("pairs_experts", &Config::pairs_experts)
       .def_ro("smem_bytes", &Config::smem_bytes)
       .def_ro("ctas", &Config::ctas)
       .def("__repr__", [](const Config& c) {
         return hpc::text("Config(", c.kernel == Kernel::kStream ? "stream" : "tile", ", rows=", c.rows,
                          ", tokens=", c.tokens, ", k_groups=", c.k_groups, ", split=", c.split, ", stages=", c.stages,
                          ", sums_apart=", static_cast<int>(c.sums_apart), ", presplit=", static_cast<int>(c.presplit),
-                         ", paired=", static_cast<int>(c.paired), ", smem_bytes=", c.smem_bytes, ", ctas=", c.ctas,
-                         ")");
+                         ", paired=", static_cast<int>(c.paired), ", pairs_experts=", static_cast<int>(c.pairs_experts),
+                         ", smem_bytes=", c.smem_bytes, ", ctas=", c.ctas, ")");
       });
 
   module.def(
@@ -54,7 +55,7 @@ void bind_config(nb::module_& module) {
   module.def(
       "make_config",
       [](int64_t m, int n, int k, bool weight_is_bf16, int terms, const std::string& kernel, int rows, int tokens,
-         int k_groups, int split, int stages, bool sums_apart, bool presplit, bool paired) {
+         int k_groups, int split, int stages, bool sums_apart, bool presplit, bool paired, bool pairs_experts) {
         const Problem problem = problem_of(m, n, k, weight_is_bf16, terms, presplit, false);
         Config config;
         config.kernel = kernel == "stream" ? Kernel::kStream : Kernel::kTile;
@@ -65,12 +66,14 @@ void bind_config(nb::module_& module) {
         config.sums_apart = sums_apart;
         config.presplit = presplit;
         config.paired = paired;
+        config.pairs_experts = pairs_experts;
         const char* expected = complete(problem, config, stages);
         if (expected != nullptr) hpc::fail("hpc_router_gemm.make_config", "config", expected, "another");
         return config;
       },
       nb::kw_only(), "m"_a, "n"_a, "k"_a, "weight_is_bf16"_a = false, "terms"_a = 2, "kernel"_a, "rows"_a, "tokens"_a,
       "k_groups"_a = 1, "split"_a = 1, "stages"_a = 0, "sums_apart"_a = false, "presplit"_a = false, "paired"_a = false,
+      "pairs_experts"_a = false,
       "A Config by hand, for tuning and tests; stages 0 takes what fits. ValueError where no kernel can run it.");
   module.def(
       "estimate_us",
@@ -79,15 +82,19 @@ void bind_config(nb::module_& module) {
       },
       "config"_a, nb::kw_only(), "m"_a, "n"_a, "k"_a, "weight_is_bf16"_a = false, "terms"_a = 2,
       "What the model of choose_config says a Config takes, in microseconds.");
-  nb::list stream_tiles, wgmma_tiles, term_tiles, paired_tiles;
+  nb::list stream_tiles, wgmma_tiles, term_tiles, paired_tiles, paired_expert_tiles;
   for (const StreamTile& t : kStreamTiles) stream_tiles.append(nb::make_tuple(t.rows, t.tokens));
   for (const WgmmaTile& t : kWgmmaTiles) wgmma_tiles.append(nb::make_tuple(t.rows, t.k_groups, t.tokens));
   for (const WgmmaTile& t : kTermTiles) term_tiles.append(nb::make_tuple(t.rows, t.k_groups, t.tokens));
   for (const WgmmaTile& t : kPairedTiles) paired_tiles.append(nb::make_tuple(t.rows, t.k_groups, t.tokens));
+  for (const WgmmaTile& t : kPairedExpertTiles) {
+    paired_expert_tiles.append(nb::make_tuple(t.rows, t.k_groups, t.tokens));
+  }
   module.attr("STREAM_TILES") = stream_tiles;  // (rows, tokens)
   module.attr("WGMMA_TILES") = wgmma_tiles;    // (rows, k_groups, tokens)
   module.attr("TERM_TILES") = term_tiles;      // the same, of terms in memory
   module.attr("PAIRED_TILES") = paired_tiles;  // the same, copied in pairs
+  module.attr("PAIRED_EXPERT_TILES") = paired_expert_tiles;
 }
 
 void bind_kernels(nb::module_& module) {

@@ -109,6 +109,8 @@ void router_gemm(const GemmCall& call, const Config* forced, int device, uint64_
       return launch_tile<Weight::kTerms3>(gemm, config, cuda_stream);
     case Weight::kPairedTerms2:
       return launch_tile<Weight::kPairedTerms2>(gemm, config, cuda_stream);
+    case Weight::kPairedExperts2:
+      return launch_tile<Weight::kPairedExperts2>(gemm, config, cuda_stream);
     case Weight::kPairedTerms3:
       return launch_tile<Weight::kPairedTerms3>(gemm, config, cuda_stream);
   }

@@ -42,8 +42,10 @@ struct Config {
   // sends its part when it has it; else they lie over the stages, once everybody is through with those.
   bool sums_apart = false;
   bool presplit = false;  // tile: reads the weight's terms instead of the weight
-  // tile that reads terms: the CTAs of two neighbouring token tiles take turns to copy a stage's weights to both.
+  // tile that reads terms: the CTAs of two neighbouring token tiles take turns to copy a stage's weights to both, or,
+  // with `pairs_experts`, those of two expert tiles a stage's tokens.
   bool paired = false;
+  bool pairs_experts = false;
   int stages = 4;
   int smem_bytes = 0;
   int64_t ctas = 0;
@@ -52,11 +54,12 @@ struct Config {
 // The weight that a Config reads.
 constexpr Weight weight_read(const Problem& p, const Config& c) {
   if (!c.presplit) return p.weight;
+  if (c.pairs_experts && p.weight == Weight::kFloat2) return Weight::kPairedExperts2;
   if (c.paired) return p.weight == Weight::kFloat3 ? Weight::kPairedTerms3 : Weight::kPairedTerms2;
   return p.weight == Weight::kFloat3 ? Weight::kTerms3 : Weight::kTerms2;
 }
 
-// CTAs of a cluster: those that share a tile's k, of one token tile or of two.
+// CTAs of a cluster: those that share a tile's k, of one tile or of two.
 constexpr int cluster_ctas(const Config& c) {
   return c.split * (c.paired ? 2 : 1);
 }
@@ -83,6 +86,8 @@ constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},  {64, 1, 48, 3, 3}, {64, 1, 64
 constexpr WgmmaTile kTermTiles[] = {{64, 1, 64}, {64, 1, 104}, {64, 1, 128}, {64, 1, 176}, {64, 1, 192}, {64, 1, 208}};
 // Those that copy them in pairs.
 constexpr WgmmaTile kPairedTiles[] = {{64, 1, 64}, {64, 1, 104}, {64, 1, 128}};
+// Those whose pairs are of expert tiles.
+constexpr WgmmaTile kPairedExpertTiles[] = {{64, 1, 104, 2, 2}};
 
 // Whether two CTAs of a Config fit on an SM, so that the next call's start beside this one's.
 inline bool shares_sm(const Config& c) {
@@ -99,15 +104,17 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   if (c.presplit && (stream || !p.presplit || weight_terms(p.weight) < 2 || p.weight == Weight::kBf16)) {
     return "a tile and a weight of two or three terms in memory to read these";
   }
-  if (c.paired && !c.presplit) return "terms in memory for CTAs that copy them in pairs";
+  if (c.paired && !c.presplit) return "terms in memory for CTAs that copy in pairs";
+  if (c.pairs_experts && !c.paired) return "pairs for pairs of expert tiles";
   bool compiled = false, light = stream;
   if (stream) {
     for (const StreamTile& t : kStreamTiles) compiled = compiled || (t.rows == c.rows && t.tokens == c.tokens);
     compiled = compiled && c.k_groups == 1;
   } else {
-    const std::span<const WgmmaTile> tiles = c.paired     ? std::span<const WgmmaTile>(kPairedTiles)
-                                             : c.presplit ? std::span<const WgmmaTile>(kTermTiles)
-                                                          : kWgmmaTiles;
+    const std::span<const WgmmaTile> tiles = c.pairs_experts ? std::span<const WgmmaTile>(kPairedExpertTiles)
+                                             : c.paired      ? std::span<const WgmmaTile>(kPairedTiles)
+                                             : c.presplit    ? std::span<const WgmmaTile>(kTermTiles)
+                                                             : kWgmmaTiles;
     for (const WgmmaTile& t : tiles) {
       if (t.rows != c.rows || t.k_groups != c.k_groups || t.tokens != c.tokens) continue;
       if (!t.takes(weight_terms(weight))) continue;
@@ -146,8 +153,9 @@ inline const char* complete(const Problem& p, Config& c, int stages = 0) {
   if (sum_bytes > c.stages * tile_stage_bytes(c.rows, c.k_groups, c.tokens, weight)) {
     return "stages that can hold the sums of a split";
   }
-  const int64_t token_tiles = c.paired ? ceil_div(p.m, 2 * c.tokens) * 2 : ceil_div(p.m, c.tokens);
-  const int64_t expert_tiles = ceil_div(p.n, c.rows);
+  const int pair_tokens = c.paired && !c.pairs_experts ? 2 : 1, pair_experts = c.pairs_experts ? 2 : 1;
+  const int64_t token_tiles = ceil_div(p.m, pair_tokens * c.tokens) * pair_tokens;
+  const int64_t expert_tiles = ceil_div(p.n, pair_experts * c.rows) * pair_experts;
   c.ctas = token_tiles * expert_tiles * c.split;
   if (token_tiles > kMaxGrid || expert_tiles > kMaxGrid) return "a grid that a launch can have";
   return nullptr;
@@ -200,7 +208,7 @@ inline Config choose(const Problem& p) {
   check(p.n >= 1 && p.n <= (1 << 20), where, "n", "1 to 2^20 experts", p.n);
   check(p.k >= 8 && p.k % 8 == 0 && p.k <= (1 << 24), where, "k", "a multiple of 8 up to 2^24", p.k);
   const bool known = !p.batch_invariant && p.weight >= Weight::kFloat2 && p.resident[1] == kMeasuredSms;
-  // The row that serves these tokens, where its Config can run.
+  // The first row that serves these tokens and whose Config can run.
   const auto measured = [&](int terms, Config& c) {
     for (const Measured& row : kMeasured) {
       if (row.n != p.n || row.k != p.k || p.m > row.m_to || row.terms != terms) continue;
@@ -212,11 +220,12 @@ inline Config choose(const Problem& p) {
            .split = row.split,
            .sums_apart = row.sums_apart,
            .presplit = row.presplit,
-           .paired = row.paired};
-      if (complete(p, c, row.stages) != nullptr && complete(p, c) != nullptr) return false;
+           .paired = row.paired,
+           .pairs_experts = row.pairs_experts};
+      if (complete(p, c, row.stages) != nullptr && complete(p, c) != nullptr) continue;
       // A cluster of more CTAs than a GPU takes, or than are free on a partitioned one.
       const int cluster = cluster_ctas(c);
-      return cluster == 1 || c.ctas <= int64_t{p.resident[cluster]} * (shares_sm(c) ? 2 : 1);
+      if (cluster == 1 || c.ctas <= int64_t{p.resident[cluster]} * (shares_sm(c) ? 2 : 1)) return true;
     }
     return false;
   };

@@ -6,17 +6,20 @@
 namespace hpc::router {
 
 // The weight as the kernels see it: its element type with the number of bf16 terms an element becomes, or those terms,
-// each a bf16 matrix of its own in memory; pairs of CTAs may copy them for each other.
-enum class Weight { kBf16, kFloat1, kFloat2, kFloat3, kTerms2, kTerms3, kPairedTerms2, kPairedTerms3 };
+// each a bf16 matrix of its own in memory; pairs of CTAs may copy those for each other, or (kPairedExperts) tokens.
+enum class Weight { kBf16, kFloat1, kFloat2, kFloat3, kTerms2, kTerms3, kPairedTerms2, kPairedTerms3, kPairedExperts2 };
 
+constexpr bool weight_pairs_experts(Weight weight) {
+  return weight == Weight::kPairedExperts2;
+}
 constexpr bool weight_is_paired(Weight weight) {
-  return weight == Weight::kPairedTerms2 || weight == Weight::kPairedTerms3;
+  return weight == Weight::kPairedTerms2 || weight == Weight::kPairedTerms3 || weight_pairs_experts(weight);
 }
 constexpr bool weight_is_split(Weight weight) {
   return weight == Weight::kTerms2 || weight == Weight::kTerms3 || weight_is_paired(weight);
 }
 constexpr int weight_terms(Weight weight) {
-  if (weight_is_split(weight)) return weight == Weight::kTerms2 || weight == Weight::kPairedTerms2 ? 2 : 3;
+  if (weight_is_split(weight)) return weight == Weight::kTerms3 || weight == Weight::kPairedTerms3 ? 3 : 2;
   return weight == Weight::kBf16 ? 1 : static_cast<int>(weight);
 }
 // Of an element, all its terms together.

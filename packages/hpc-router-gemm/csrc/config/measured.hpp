@@ -17,6 +17,7 @@ struct Measured {
   int terms = 2;          // of the weight; where a size has none for three, those for two serve
   bool presplit = false;  // serves where the terms are in memory; before the row for where they are not
   bool paired = false;
+  bool pairs_experts = false;
 };
 
 constexpr int kMeasuredSms = 132;
@@ -43,8 +44,10 @@ constexpr Measured kMeasured[] = {
     {384, 3072, 128, false, 64, 64, 1, 8, 9},
     {384, 3072, 256, false, 64, 64, 1, 4, 8, true, 2, true, true},
     {384, 3072, 256, false, 64, 128, 1, 8, 8, true},
+    {384, 3072, 520, false, 64, 104, 1, 4, 5, true, 2, true, true, true},
     {384, 3072, 520, false, 64, 104, 1, 4, 5, true, 2, true},
     {384, 3072, 520, false, 64, 104, 2, 4, 6, true},
+    {384, 3072, 1040, false, 64, 104, 1, 2, 6, true, 2, true, true, true},
     {384, 3072, 1040, false, 64, 104, 1, 2, 6, true, 2, true, true},
     {384, 3072, 1040, false, 64, 104, 2, 2, 6, true},
     {384, 3072, 2080, false, 64, 104, 1, 1, 7, false, 2, true},
@@ -61,6 +64,8 @@ constexpr Measured kMeasured[] = {
     {768, 6144, 128, false, 64, 128, 2, 8, 6, true},
     {768, 6144, 256, false, 64, 128, 1, 4, 6, true, 2, true, true},
     {768, 6144, 256, false, 64, 128, 2, 4, 6, true},
+    {768, 6144, 312, false, 64, 176, 1, 3, 5, true, 2, true},
+    {768, 6144, 520, false, 64, 104, 1, 2, 6, true, 2, true, true, true},
     {768, 6144, 528, false, 64, 176, 1, 3, 5, true, 2, true},
     {768, 6144, 520, false, 64, 104, 2, 2, 6, true},
     {768, 6144, 1040, false, 64, 104, 1, 1, 7, false, 2, true},

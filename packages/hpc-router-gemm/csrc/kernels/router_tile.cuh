@@ -3,7 +3,8 @@
 // Tile    64 WM expert rows (the M of wgmma, A from registers) x NT tokens (its N, from shared memory). Grid (split,
 //         expert tiles, token tiles); the `split` CTAs of a tile are one cluster, each with a part of k.
 //         Pairs: those of two token tiles are, in turn, and copy weights for each other (TilePlace; grid (2 split,
-//         expert tiles, token tiles / 2)).
+//         expert tiles, token tiles / 2)), or those of two expert tiles tokens (2 split, token tiles, expert tiles /
+//         2).
 // Warps   WM x WK x WN consumer warpgroups, then producer warps, of which two fill the ring, a thread each every second
 //         slot. A consumer has 64 rows, the tokens of its wn and the wk-th part of every stage's k. One consumer alone
 //         leaves room for a second CTA on the SM: the next call's, which then starts, reads its weights and waits while

@@ -17,8 +17,9 @@ template <int WM, int WK, int WN, int NT, Weight kWeight>
 struct TileShape {
   static constexpr int kTerms = weight_terms(kWeight);
   static constexpr bool kSplit = weight_is_split(kWeight);
-  // CTAs, neighbours in the cluster, that take turns to copy a stage's weights to both.
+  // CTAs, neighbours in the cluster, that take turns to copy a stage's weights, or tokens, to both.
   static constexpr int kPair = weight_is_paired(kWeight) ? 2 : 1;
+  static constexpr bool kPairsExperts = weight_pairs_experts(kWeight);
   static constexpr bool kFloat = kWeight != Weight::kBf16 && !kSplit;
   static constexpr int kRows = 64 * WM;
   static constexpr int kTokens = NT / WN;  // of a consumer
@@ -90,6 +91,16 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t smem) {
   return v;
 }
 
+// To all CTAs of the cluster whose bit of `mask` is set, at the same address in each, whose barrier counts it there.
+__device__ __forceinline__ void tma_load_2d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
+                                                      int c1, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "h"(mask)
+      : "memory");
+}
+
 // The row, of each 8 of its warp's 16, whose products are with a lane. Weights that consumers read are in an order of
 // their own: with the natural one, rows 0 and 1 of the swizzle would meet in the same banks.
 template <bool kNatural>
@@ -115,13 +126,18 @@ struct TileMemory {
   uint32_t stages, full, empty, sums_barrier;
 };
 
-// Where a CTA is: of each tile the `split` ranks are a cluster, or of two token tiles' ranks in turn.
+// Where a CTA is: of each tile the `split` ranks are a cluster, or of two token or expert tiles' ranks in turn. Tiles
+// that share what is not copied in pairs are neighbours in the grid.
 template <typename Shape>
 struct TilePlace {
   static __device__ __forceinline__ int member() { return blockIdx.x % Shape::kPair; }
   static __device__ __forceinline__ int rank() { return blockIdx.x / Shape::kPair; }
-  static __device__ __forceinline__ uint32_t expert_tile() { return blockIdx.y; }
-  static __device__ __forceinline__ uint32_t token_tile() { return blockIdx.z * Shape::kPair + member(); }
+  static __device__ __forceinline__ uint32_t expert_tile() {
+    return Shape::kPairsExperts ? blockIdx.z * Shape::kPair + member() : blockIdx.y;
+  }
+  static __device__ __forceinline__ uint32_t token_tile() {
+    return Shape::kPairsExperts ? blockIdx.y : blockIdx.z * Shape::kPair + member();
+  }
   // The CTA of the cluster that is rank `rank` of this tile.
   static __device__ __forceinline__ int cluster_rank(int rank) { return rank * Shape::kPair + member(); }
 };
@@ -166,7 +182,7 @@ struct TileProducer {
     const int k = k0 + i * Shape::kStageK;
     mbarrier_arrive_expect_tx(barrier, Shape::kCopyBytes);
     // A pair: a box of all terms for both, by one of them. The first are requested before the other's barriers exist.
-    if (Shape::kPair == 2 && i >= Shape::kAtOnce) {
+    if (Shape::kPair == 2 && !Shape::kPairsExperts && i >= Shape::kAtOnce) {
       if (i % 2 != Place::member()) return;
       tma_load_3d_multicast(target, weight_map, barrier, k, row0, 0, 3 << (blockIdx.x & ~1));
     } else if constexpr (Shape::kSplit) {  // a box of all terms
@@ -179,8 +195,14 @@ struct TileProducer {
     }
   }
   __device__ __forceinline__ void load_x(int slot, int i) const {
-    tma_load_2d(memory.stages + slot * Shape::kStageBytes + Shape::kWeightBytes, x_map, memory.full + slot * 8,
-                k0 + i * Shape::kStageK, token0);
+    const uint32_t target = memory.stages + slot * Shape::kStageBytes + Shape::kWeightBytes;
+    const uint32_t barrier = memory.full + slot * 8;
+    const int k = k0 + i * Shape::kStageK;
+    if (Shape::kPairsExperts && i >= Shape::kAtOnce) {
+      if (i % 2 == Place::member()) tma_load_2d_multicast(target, x_map, barrier, k, token0, 3 << (blockIdx.x & ~1));
+    } else {
+      tma_load_2d(target, x_map, barrier, k, token0);
+    }
   }
 
   // Whether two CTAs share an SM: then this one is there before its predecessor's end. It fills its ring then, after

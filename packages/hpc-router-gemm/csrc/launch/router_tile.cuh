@@ -15,10 +15,16 @@ namespace hpc::router {
 template <Weight kWeight, int WM, int WK, int WN, int NT>
 void launch_wgmma_tile(const TileParams& params, const CUtensorMap& weight_map, const CUtensorMap& x_map,
                        const Config& config, cudaStream_t stream) {
-  constexpr int kPair = TileShape<WM, WK, WN, NT, kWeight>::kPair;
+  using Shape = TileShape<WM, WK, WN, NT, kWeight>;
+  constexpr int kPair = Shape::kPair;
   LaunchConfig launch_config;
-  launch_config.grid = dim3(config.split * kPair, static_cast<unsigned>(ceil_div(params.n, config.rows)),
-                            static_cast<unsigned>(ceil_div(params.m, config.tokens * kPair)));
+  if constexpr (Shape::kPairsExperts) {
+    launch_config.grid = dim3(config.split * kPair, static_cast<unsigned>(ceil_div(params.m, config.tokens)),
+                              static_cast<unsigned>(ceil_div(params.n, config.rows * kPair)));
+  } else {
+    launch_config.grid = dim3(config.split * kPair, static_cast<unsigned>(ceil_div(params.n, config.rows)),
+                              static_cast<unsigned>(ceil_div(params.m, config.tokens * kPair)));
+  }
   launch_config.block = dim3(TileShape<WM, WK, WN, NT, kWeight>::kThreads);
   launch_config.smem_bytes = config.smem_bytes;
   launch_config.stream = stream;
@@ -32,7 +38,9 @@ using TileLauncher = void (*)(const TileParams&, const CUtensorMap&, const CUten
 template <Weight kWeight>
 TileLauncher tile_launcher(const Config& config) {
   static constexpr auto kTiles = [] {
-    if constexpr (weight_is_paired(kWeight)) {
+    if constexpr (weight_pairs_experts(kWeight)) {
+      return std::to_array(kPairedExpertTiles);
+    } else if constexpr (weight_is_paired(kWeight)) {
       return std::to_array(kPairedTiles);
     } else if constexpr (weight_is_split(kWeight)) {
       return std::to_array(kTermTiles);

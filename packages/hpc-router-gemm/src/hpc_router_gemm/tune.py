@@ -41,11 +41,13 @@ def candidate_configs(m: int, n: int, k: int, terms: int, count: int, presplit: 
             "sums_apart": apart,
             "presplit": split,
             "paired": paired,
+            "pairs_experts": experts,
         }
-        for split, paired, tiles in (
-            (False, False, _C.WGMMA_TILES),
-            (True, False, _C.TERM_TILES if presplit else []),
-            (True, True, _C.PAIRED_TILES if presplit else []),
+        for split, paired, experts, tiles in (
+            (False, False, False, _C.WGMMA_TILES),
+            (True, False, False, _C.TERM_TILES if presplit else []),
+            (True, True, False, _C.PAIRED_TILES if presplit else []),
+            (True, True, True, _C.PAIRED_EXPERT_TILES if presplit else []),
         )
         for (r, g, t), s, apart in itertools.product(tiles, (*range(1, 9), 16), (False, True))
         if t <= max(32, 2 * m) and m >= 16

@@ -20,7 +20,7 @@ from . import _C
 ENVIRONMENT = "HPC_ROUTER_TUNED"
 _WHERE = f"hpc_router_gemm: {ENVIRONMENT}"
 _CONFIG_FIELDS = ("kernel", "rows", "tokens", "k_groups", "split", "stages")
-_LATER_FIELDS = ("sums_apart", "presplit", "paired")  # older tables have them not: False
+_LATER_FIELDS = ("sums_apart", "presplit", "paired", "pairs_experts")  # older tables have them not: False
 CONFIG_FIELDS = (*_CONFIG_FIELDS, *_LATER_FIELDS)
 
 
