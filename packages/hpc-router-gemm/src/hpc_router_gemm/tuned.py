@@ -64,9 +64,10 @@ class Tuned:
 
 
 # Crossovers that ship: for each GPU the date of the measurement, and for each (N, K) the bands (first M, last M) in
-# which cuBLAS fp32, the cast of the activations included, was faster. Measured with router_gemm: three terms for M up
-# to 8,192 (benchmarks/results/h200.json), two terms for M = 1 to 64 (h200_decode.json), where cuBLAS took at least
-# 1.26 times as long. Sizes that are not listed go to the kernels.
+# which cuBLAS fp32, the cast of the activations included, was faster than linear's three terms. Nowhere so far: nearest
+# at M = 1, where cuBLAS took 1.09 (768 x 6144) to 3.3 times as long; from M = 16 on 3 times and more. `router.py
+# --decode` measures both for M = 1 to 128 (benchmarks/results/h200_decode.json). Sizes that are not listed go to the
+# kernels.
 CROSSOVERS: dict[str, tuple[str, dict[tuple[int, int], tuple[tuple[int, int], ...]]]] = {
     "NVIDIA H200": (
         "2026-11-30",
