@@ -69,6 +69,9 @@ FAULTS = {
     32: ("m * (kShortK / 32) + step;", "(emulation::fault == 32 ? 0 : m) * (kShortK / 32) + step;"),
     33: ("barrier, 128, row", "barrier, emulation::fault == 33 ? 0 : 128, row"),
     34: ("scales + g * T::kWidth", "scales + (emulation::fault == 34 ? 0 : g) * T::kWidth"),
+    # A warp's copy of up rows is gate's; its rows of h beyond the first round are the first's.
+    25: ("up = part % 2;", "up = emulation::fault == 25 ? 0 : part % 2;"),
+    26: ("k * 128, tile_row + row)", "k * 128, tile_row + (emulation::fault == 26 ? row % 32 : row))"),
     11: ("weight_scales[first + m]", "weight_scales[emulation::fault == 11 ? 0 : first + m]"),
 }
 ROUTING = (6, 7)

@@ -6,14 +6,16 @@
 //                    m64 tiles of it: gate-up: 64 columns of I (64 gate rows, then their 64 up rows); down: 128 of H;
 //   warps 8-11       producers (grouped_produce.cuh): find the CTA's tasks; bring rows of B, gate-up by gathering
 //                    tokens through the routing index by cp.async into the 128-byte swizzle, down (rows of h are
-//                    neighbours) by TMA, and the scales; one thread brings the weights by TMA and publishes each task.
+//                    neighbours) by TMA, and the scales; a warp each issues the TMA copies of weights and rows of a
+//                    stage; one thread publishes each task.
 // A task (grouped_tasks.cuh) is a token tile of an expert and one or two units, half a unit (gate-up, per tensor), or
 // one unit and two token tiles or more (kTall); those of one expert and unit are neighbours, so that their weights come
 // from L2 after the first. Shared memory: 4 to 6 stages (32 KB weights + rows of B: 16, 8 or 4 KB, as the call's token
 // tiles are at most 128, 64 or 32 rows), scales of each stage, epilogue buffers, published tasks, barriers. Barriers:
-// full[s] (the TMA thread's arrival and bytes, one arrival a producer thread, when its cp.async have landed), empty[s]
-// (one a consumer warp). Before the first stage of a task its TurnTask is written; the TMA thread's arrival releases
-// it. Gate-up by block runs in clusters of two where a scale group's two units may be tasks of two CTAs (kExchange).
+// full[s] (the publishing thread's arrival and the bytes of all, one arrival a producer thread, when its cp.async have
+// landed), empty[s] (one a consumer warp). Before the first stage of a task its TurnTask is written; the publishing
+// thread's arrival releases it. Gate-up by block runs in clusters of two where a scale group's two units may be tasks
+// of two CTAs (kExchange).
 //
 // kClusters: two neighbouring CTAs whose tasks have the same expert and units load each unit once, for both; their
 // empty[s] count the consumer warps of both, and both take the same number of stages (kIdle).

@@ -41,36 +41,40 @@ __device__ __forceinline__ void load_triple(const GemmParams& p, const CUtensorM
   }
 }
 
-// Weights of one stage, by one thread, which has announced their bytes. `half_map`: of gate-up's half units.
+// Copy `part` of the weights of one stage, by one thread; part 0's has announced the bytes of all. There are up to
+// kWeightParts, one for each producer warp: a copy is some 20 instructions that wait for each other. `half_map`: of
+// gate-up's half units.
+constexpr int kWeightParts = kProducers / 32;
 template <class T>
 __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensorMap* map, const CUtensorMap* half_map,
-                                             int row, int units, int k, uint32_t smem, uint32_t full, uint64_t policy) {
+                                             int row, int units, int k, uint32_t smem, uint32_t full, uint64_t policy,
+                                             int part) {
   if constexpr (T::kTriples) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) load_triple<T>(p, map, half_map, row, i, k, smem, full, policy);
+    if (part < 2) load_triple<T>(p, map, half_map, row, part, k, smem, full, policy);
     return;
   }
   if constexpr (T::kHalfUnits) {
     if (units >= kHalfUnit) {
-      tma_load_4d(smem, half_map, full, k * 128, 0, 0, 2 * row + (units - kHalfUnit) * 4, policy);
+      if (part == 0) tma_load_4d(smem, half_map, full, k * 128, 0, 0, 2 * row + (units - kHalfUnit) * 4, policy);
       return;
     }
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i, smem += kUnitBytes) {  // units are 1 or 2
-    if (i >= units) break;
-    if constexpr (T::kGemm == Gemm::kDown) {
-      if constexpr (T::kTokens) {
-        tma_load_5d(smem, map, full, k * 128, 0, 0, 0, row + 4 * i, policy);
-      } else {
-        tma_load_5d(smem, map, full, k * 128, 0, 0, row + 4 * i, 0, policy);
-      }
-    } else if constexpr (T::kTokens) {
-      tma_load_5d(smem, map, full, k * 128, 0, 0, 0, row + i, policy);
-      tma_load_5d(smem + kUnitBytes / 2, map, full, k * 128, 0, 0, 0, row + i + p.out_columns / 64, policy);
+  if constexpr (T::kGemm == Gemm::kDown) {
+    if (part >= units) return;
+    smem += part * kUnitBytes;
+    if constexpr (T::kTokens) {
+      tma_load_5d(smem, map, full, k * 128, 0, 0, 0, row + 4 * part, policy);
     } else {
-      tma_load_4d(smem, map, full, k * 128, 0, 0, row + 4 * i, policy);
-      tma_load_4d(smem + kUnitBytes / 2, map, full, k * 128, 0, 0, row + 4 * i + p.out_columns / 16, policy);
+      tma_load_5d(smem, map, full, k * 128, 0, 0, row + 4 * part, 0, policy);
+    }
+  } else {
+    const int unit = part / 2, up = part % 2;
+    if (unit >= units) return;
+    smem += part * (kUnitBytes / 2);
+    if constexpr (T::kTokens) {
+      tma_load_5d(smem, map, full, k * 128, 0, 0, 0, row + unit + up * (p.out_columns / 64), policy);
+    } else {
+      tma_load_4d(smem, map, full, k * 128, 0, 0, row + 4 * unit + up * (p.out_columns / 16), policy);
     }
   }
 }
@@ -79,23 +83,29 @@ __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensor
 template <class T>
 __device__ __forceinline__ void load_shared_weights(const GemmParams& p, const CUtensorMap* map,
                                                     const CUtensorMap* half_map, int row, int k, uint32_t smem,
-                                                    uint32_t full, uint64_t policy) {
+                                                    uint32_t full, uint64_t policy, int part) {
   const int mine = static_cast<int>(blockIdx.x % 2);
-  if constexpr (T::kTriples) return load_triple<T, true>(p, map, half_map, row, mine, k, smem, full, policy);
+  if constexpr (T::kTriples) {
+    if (part == 0) load_triple<T, true>(p, map, half_map, row, mine, k, smem, full, policy);
+    return;
+  }
   smem += mine * kUnitBytes;
   row += weight_coordinate<T>(p, 0, mine);
   if constexpr (T::kGemm == Gemm::kDown) {
+    if (part > 0) return;
     if constexpr (T::kTokens) {
       tma_load_5d_multicast(smem, map, full, k * 128, 0, 0, 0, row, 3, policy);
     } else {
       tma_load_5d_multicast(smem, map, full, k * 128, 0, 0, row, 0, 3, policy);
     }
-  } else if constexpr (T::kTokens) {
-    tma_load_5d_multicast(smem, map, full, k * 128, 0, 0, 0, row, 3, policy);
-    tma_load_5d_multicast(smem + kUnitBytes / 2, map, full, k * 128, 0, 0, 0, row + p.out_columns / 64, 3, policy);
   } else {
-    tma_load_4d_multicast(smem, map, full, k * 128, 0, 0, row, 3, policy);
-    tma_load_4d_multicast(smem + kUnitBytes / 2, map, full, k * 128, 0, 0, row + p.out_columns / 16, 3, policy);
+    if (part > 1) return;
+    smem += part * (kUnitBytes / 2);
+    if constexpr (T::kTokens) {
+      tma_load_5d_multicast(smem, map, full, k * 128, 0, 0, 0, row + part * (p.out_columns / 64), 3, policy);
+    } else {
+      tma_load_4d_multicast(smem, map, full, k * 128, 0, 0, row + part * (p.out_columns / 16), 3, policy);
+    }
   }
 }
 
@@ -119,20 +129,21 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
   const uint64_t policy = p.evict_first ? l2_evict_first() : l2_evict_normal();
   using Tasks = Schedule<T>;
   int prefetched = 0;  // stages whose weights are on their way before the wait
-  const auto load = [&](int row, int units, bool shared, int k, uint32_t stage, uint32_t barrier) {
+  const int warp = uniform(thread / 32);
+  const auto load = [&](int row, int units, bool shared, int k, uint32_t stage, uint32_t barrier, int part) {
     if constexpr (T::kClusters) {
-      if (shared) return load_shared_weights<T>(p, map, b_map, row, k, stage, barrier, policy);
+      if (shared) return load_shared_weights<T>(p, map, b_map, row, k, stage, barrier, policy, part);
     }
-    load_weights<T>(p, map, b_map, row, units, k, stage, barrier, policy);
+    load_weights<T>(p, map, b_map, row, units, k, stage, barrier, policy, part);
   };
   const auto early_stages = [&](int pairs) { return min(kStages, T::kKept ? num_k * pairs : num_k); };
   const auto prefetch = [&](const TurnTask& task) {
     const int row = weight_coordinate<T>(p, task.expert & ~kShared, task.unit);
     for (int i = 0; i < early_stages(task.second_rows); ++i) {
       const int pair = T::kKept ? i / num_k : 0;
-      mbarrier_expect_tx(full + i * 8, weight_bytes<T>(task.units));
+      if (warp == 0) mbarrier_expect_tx(full + i * 8, weight_bytes<T>(task.units));
       load(row + pair * weight_coordinate<T>(p, 0, 2), task.units, task.expert & kShared, i - pair * num_k,
-           stages + i * kStageBytes, full + i * 8);
+           stages + i * kStageBytes, full + i * 8, warp);
     }
   };
   [[maybe_unused]] TurnTask guess{};
@@ -144,7 +155,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
       const Tasks likely(p, p.experts, 1.0f);
       guess = likely.likely(0);
       if (guess.units > 0) {
-        if (thread == 0) prefetch(guess);
+        if (lane == 0) prefetch(guess);
         prefetched = min(kStages, num_k);
       }
       guessed_tile = likely.likely_tile(lane);
@@ -192,7 +203,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
       guessed_tile = Tasks::kNoTile;
       if (turn == 0) {
         if constexpr (kGemm == Gemm::kDown) {
-          if (thread == 0 && found.width > 0) prefetch(found);
+          if (lane == 0 && found.width > 0) prefetch(found);
           prefetched = early_stages(__shfl_sync(~0u, found.second_rows, 0));
           pdl_wait();
           pdl_trigger();
@@ -280,6 +291,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
       }
     }
 
+    const uint8_t* from = p.b + chunk * 16;  // gate-up: of row 0
 #pragma unroll 1
     for (int i = 0, k = 0; i < num_k * pairs; ++i, ++k) {
       if (T::kKept && k == num_k) {  // the next pair of units, with the same rows of B
@@ -290,15 +302,15 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
       }
       mbarrier_wait(empty + head.stage() * 8, head.phase() ^ 1);
       const uint32_t stage = stages + head.stage() * kStageBytes;
-      if (prefetched > 0) {
-        --prefetched;
-        if (thread == 0) mbarrier_arrive_expect_tx(full + head.stage() * 8, row_bytes);  // the task is published
-      } else if (thread == 0) {
-        mbarrier_arrive_expect_tx(full + head.stage() * 8, weight_bytes<T>(units) + row_bytes);
-        load(weights, units, flags & kShared, k, stage, full + head.stage() * 8);
+      const bool early = prefetched > 0;
+      if (early) --prefetched;
+      if (lane == 0) {
+        if (warp == 0) {  // the task is published
+          mbarrier_arrive_expect_tx(full + head.stage() * 8, (early ? 0 : weight_bytes<T>(units)) + row_bytes);
+        }
+        if (!early) load(weights, units, flags & kShared, k, stage, full + head.stage() * 8, warp);
       }
       if constexpr (kGemm == Gemm::kUp) {
-        const uint8_t* from = p.b + k * 128 + chunk * 16;
 #pragma unroll
         for (int i = 0; i < kWidth / 16; ++i) {
           if (source[i] != kNoRow) cp_async_16(stage - back + to + i * 16 * 128, from + uint64_t{source[i]} * 16);
@@ -317,10 +329,12 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
             cp_async_16(stage + to - kUnitBytes + i * 16 * 128, from + uint64_t{source2[i]} * 16);
           }
         }
-      } else if (row_bytes > 0 && thread * kRowsBox < rows) {
+      } else if (row_bytes > 0 && lane == 0) {  // a warp every fourth copy
         const uint32_t first = T::kKept ? kept + k * kWidth * 128 : stage + 2 * kUnitBytes;
-        tma_load_2d(first + thread * kRowsBox * 128, b_map, full + head.stage() * 8, k * 128,
-                    tile_row + thread * kRowsBox);
+#pragma unroll 1
+        for (int row = warp * kRowsBox; row < rows; row += kProducers / 32 * kRowsBox) {
+          tma_load_2d(first + row * 128, b_map, full + head.stage() * 8, k * 128, tile_row + row);
+        }
       }
       if constexpr (T::kBlock) {
         const uint32_t scale_to = scales + head.stage() * T::Sizes::kScales * 4;
@@ -336,8 +350,9 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
         }
       }
       // Arrives when this thread's copies have landed: all stages may be on their way, nobody waits for the rows here.
-      cp_async_arrive(full + head.stage() * 8);
+      cp_async_arrive(full + uniform(head.stage()) * 8);
       head.advance();
+      from += 128;
     }
   }
   // The end: a stage without data.
