@@ -206,6 +206,10 @@ __device__ __forceinline__ void combine_part(const DecodeParams& p, const Combin
   }
   float4 o, ml;
   load_pieces<kDim, kLoads>(outputs, pairs, rows, o, ml);
+  if (shares == 1 && job.pieces <= kLoads) {  // most pairs: without jumps over what others need
+    store_result(p, to, job.kv_head, o, ml);
+    return;
+  }
 #pragma unroll 1
   for (int32_t base = share + shares * kLoads; base < job.pieces; base += shares * kLoads) {
     find(base);
