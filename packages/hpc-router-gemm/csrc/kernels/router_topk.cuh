@@ -4,8 +4,8 @@
 //         chosen. Equal keys go to the lower id. Without a bias the raw scores are compared, else probability + bias.
 // Small   (n <= 1,024, k <= 32, at most 32 groups) one CTA a token. Rounds of one choice after the other would wait for
 //         each other; instead everybody counts who comes before it. Of each two threads the best candidate is ranked
-//         among the 64 such: the k-th of them is not above the k-th of all, so only candidates that are not below it
-//         (k to 2 Items k) are ranked among each other, and a rank is a place in the result.
+//         among all such: the k-th of them (there are 32 or more) is not above the k-th of all, so only candidates that
+//         are not below it (k to 2 Items k) are ranked among each other, and a rank is a place in the result.
 // Large   one CTA a token; the i-th choice is the largest (key, id) below the one before, so nothing is marked, and any
 //         n and k do. Sums run in a fixed order in both.
 // PDL     everything read was written by the predecessor: wait first.
@@ -20,7 +20,6 @@
 
 namespace hpc::router {
 
-constexpr int kTopkSmallThreads = 128;
 constexpr int kTopkThreads = 256;
 constexpr int kTopkSmallExperts = 1024;
 constexpr int kTopkSmallChoices = 32;
@@ -54,16 +53,16 @@ __device__ __forceinline__ uint64_t topk_candidate(uint32_t key, int id) {
   return static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(id);
 }
 
-template <int Items>
+template <int Threads, int Items>
 struct TopkShared {
-  float scores[kTopkSmallThreads * Items];  // or probabilities, where those choose
-  uint32_t keys[kTopkSmallThreads * Items];
-  uint64_t pairs[kTopkSmallThreads / 2];          // the best of each two threads
+  float scores[Threads * Items];  // or probabilities, where those choose
+  uint32_t keys[Threads * Items];
+  uint64_t pairs[Threads / 2];                    // the best of each two threads
   uint64_t found[kTopkSmallChoices * 2 * Items];  // candidates that are not below `least`: k pairs have all of them
   uint64_t least;
   uint32_t groups[kTopkSmallGroups];
-  uint32_t largest[kTopkSmallThreads / 32];
-  float sums[kTopkSmallThreads / 32];
+  uint32_t largest[Threads / 32];
+  float sums[Threads / 32];
   int ids[kTopkSmallChoices];
   float weights[kTopkSmallChoices];
   int count;
@@ -77,15 +76,15 @@ __device__ __forceinline__ int topk_before(const uint64_t* candidates, int from,
   return before;
 }
 
-// A CTA a token: thread t has experts t, t + 128, ...
-template <int Items>
-__global__ void __launch_bounds__(kTopkSmallThreads) router_topk_small_kernel(const TopkParams p) {
-  __shared__ TopkShared<Items> s;
+// A CTA a token: thread t has experts t, t + Threads, ...
+template <int Threads, int Items>
+__global__ void __launch_bounds__(Threads) router_topk_small_kernel(const TopkParams p) {
+  __shared__ TopkShared<Threads, Items> s;
   const int thread = threadIdx.x;
   const int lane = thread % 32;
   const int warp = thread / 32;
   const int64_t token = blockIdx.x;
-  const auto expert = [&](int j) { return j * kTopkSmallThreads + thread; };
+  const auto expert = [&](int j) { return j * Threads + thread; };
   pdl_wait();
   pdl_trigger();
   const float* scores = p.scores + token * p.n;
@@ -109,7 +108,7 @@ __global__ void __launch_bounds__(kTopkSmallThreads) router_topk_small_kernel(co
   if (thread == 0) s.count = 0, s.least = 0;
   __syncthreads();
 #pragma unroll
-  for (int w = 0; w < kTopkSmallThreads / 32; ++w) most = max(most, s.largest[w]);
+  for (int w = 0; w < Threads / 32; ++w) most = max(most, s.largest[w]);
   const float largest = topk_value(most);
   float sum = 0.0f;
   if (!p.sigmoid) {
@@ -120,7 +119,7 @@ __global__ void __launch_bounds__(kTopkSmallThreads) router_topk_small_kernel(co
     __syncthreads();
     sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kTopkSmallThreads / 32; ++w) sum += s.sums[w];
+    for (int w = 0; w < Threads / 32; ++w) sum += s.sums[w];
   }
   const auto probability = [&](float v) { return p.sigmoid ? 1.0f / (1.0f + expf(-v)) : expf(v - largest) / sum; };
 
@@ -138,7 +137,7 @@ __global__ void __launch_bounds__(kTopkSmallThreads) router_topk_small_kernel(co
     __syncthreads();
     const int size = p.n / p.num_groups;
 #pragma unroll 1
-    for (int g = warp; g < p.num_groups; g += kTopkSmallThreads / 32) {
+    for (int g = warp; g < p.num_groups; g += Threads / 32) {
       uint32_t first = 0, second = 0;
 #pragma unroll 1
       for (int i = g * size + lane; i < (g + 1) * size; i += 32) {
@@ -174,7 +173,7 @@ __global__ void __launch_bounds__(kTopkSmallThreads) router_topk_small_kernel(co
   if (other > best) best = other;
   if (thread % 2 == 0) s.pairs[thread / 2] = best;
   __syncthreads();
-  int before = topk_before(s.pairs, thread % 2, kTopkSmallThreads / 2, 2, best);
+  int before = topk_before(s.pairs, thread % 2, Threads / 2, 2, best);
   before += __shfl_xor_sync(0xFFFFFFFF, before, 1);
   if (best != 0 && before == p.k - 1) s.least = best;  // stays 0 where fewer than k pairs have an expert
   __syncthreads();
@@ -193,7 +192,7 @@ __global__ void __launch_bounds__(kTopkSmallThreads) router_topk_small_kernel(co
   __syncthreads();
   const int count = s.count;
 #pragma unroll 1
-  for (int i = thread; i < count; i += kTopkSmallThreads) {
+  for (int i = thread; i < count; i += Threads) {
     const uint64_t candidate = s.found[i];
     const int rank = topk_before(s.found, 0, count, 1, candidate);
     if (rank < p.k) {
