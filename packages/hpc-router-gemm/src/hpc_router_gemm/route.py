@@ -131,8 +131,8 @@ def route(
 
     Experts compare by their fp32 scores, or by probability + bias rounded to fp32 where a bias is given; groups by fp32
     sums. Ties go to the lower id. NaN is below -inf. Ids are always distinct and valid, also for a row with NaN; such a
-    row's weights are NaN where its probabilities are (all of them, for a softmax over a NaN or +inf). A row's weights may
-    differ in their last bits between calls of other M, as its scores may. No gradient.
+    row's weights are NaN where its probabilities are (all of them, for a softmax over a NaN or +inf). Between calls of
+    different M a row's weights may differ in their last bits, as its scores may. No gradient.
 
     Raises TypeError for wrong types and dtypes; ValueError for wrong shapes, strides, devices, values outside these
     ranges, or a device that cannot run this.
