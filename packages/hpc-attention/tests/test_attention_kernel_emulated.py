@@ -257,7 +257,6 @@ PROBLEMS = {
         HEADS, q_dtype=FP16, kv_dtype=FP16, num_kv_heads=15, num_q_heads=15, num_ctas=120, q_len=2, window=333
     ),
     "a cluster a head, two pieces, scales": replace(HEADS, lengths=(150,), v_scale="head", k_scale="token"),
-    "a cluster a head, one piece": replace(HEADS, lengths=(100,)),
     "a cluster a head, a token": replace(HEADS, lengths=(1,), v_scale="float"),
     "a cluster a head, no tokens": replace(HEADS, lengths=(0,)),
 }
@@ -308,8 +307,9 @@ def test_query_of_one_large_element(emulated: Emulated) -> None:
 
 
 def test_which_plans_leave_half_of_the_sms(emulated: Emulated) -> None:
-    yes = [(1, 1, 33792, 2), (1, 8, 4096, 2), (1, 1, 16896, 1), (0, 1, 64, 1)]  # max_batch, heads, longest, min_tiles
-    no = [(1, 1, 33793, 2), (2, 8, 4096, 2), (1, 1, 16897, 1)]
+    # max_batch, heads, longest, min_tiles
+    yes = [(1, 1, 33792, 2), (1, 8, 4096, 2), (1, 1, 16896, 1), (0, 1, 64, 1), (66, 1, 256, 1)]
+    no = [(1, 1, 33793, 2), (2, 8, 4096, 2), (1, 1, 16897, 1), (67, 1, 64, 2)]
     assert [emulated.call("leaves_half", *plan) for plan in yes + no] == [1] * len(yes) + [0] * len(no)
 
 

@@ -170,14 +170,8 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
     problem.cluster = cluster;
   }
   const int32_t ring = hpc::attention::decode_config(problem).stages;
-  // All of the ring where no other loads wait behind it: with a cluster, and where half of the SMs have nothing. (Not
-  // with 16 bits: 1x16K 5.2 -> 5.7 us on an H200.)
-  const int32_t kv_bytes = hpc::attention::kv_bytes(problem.kv);
-  const bool all = problem.cluster > 1 ||
-                   (kv_bytes == 1 && rows <= hpc::attention::kRowTile && !batch_invariant &&
-                    hpc::attention::plan_leaves_half(max_batch, num_kv_heads, std::min(max_seq_len, p.capacity),
-                                                     hpc::attention::min_tiles(head_dim, kv_bytes)));
-  if (early_slices < 0) early_slices = all ? ring : hpc::attention::decode_early_slices(ring);
+  // Behind a cluster nothing else waits for its loads.
+  if (early_slices < 0) early_slices = problem.cluster > 1 ? ring : hpc::attention::decode_early_slices(ring);
   p.early_slices = early && hpc::pdl_enabled() ? std::min(early_slices, ring) : 0;
   hpc::check_aligned16(kWhere, "q", p.q);
   hpc::check_aligned16(kWhere, "out", p.out);
@@ -185,9 +179,15 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
   hpc::check_aligned16(kWhere, "plan", map_data);
 
   if (combine_ctas == 0) {
+    // CTAs without work cost time, too: where it is known that there are few units, there are as few CTAs.
+    const int32_t least = hpc::attention::min_tiles(head_dim, hpc::attention::kv_bytes(problem.kv));
+    const bool few =
+        rows <= hpc::attention::kRowTile && head_dim <= 128 && !batch_invariant &&
+        hpc::attention::plan_leaves_half(max_batch, num_kv_heads, std::min(max_seq_len, p.capacity), least);
     const int32_t row_tiles = hpc::attention::decode_config(problem).row_tiles;
-    combine_ctas = hpc::attention::decode_combine_ctas_per_sm(problem.kv, problem.head_dim, row_tiles) *
-                   hpc::device_properties(device).num_sms;
+    combine_ctas = few ? hpc::kHalf
+                       : hpc::attention::decode_combine_ctas_per_sm(problem.kv, problem.head_dim, row_tiles) *
+                             hpc::device_properties(device).num_sms;
   }
   hpc::attention::launch_decode(problem, p, num_ctas, combine_ctas, hpc::pointer<CUstream_st>(stream));
 }

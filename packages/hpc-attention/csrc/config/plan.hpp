@@ -37,11 +37,11 @@ inline int32_t min_tiles(int32_t head_dim, int32_t kv_bytes) {
   return std::max(1, 32 * 1024 / tile_bytes);
 }
 
-// Whether no step of a plan has tiles for more than half of the SMs (see dealt_least()). The combine kernel's CTAs then
-// find SMs without an attention CTA, so the first slices of the next call's are not in front of their loads.
+// Whether no step of a plan has tiles, or pairs, for more than kHalf CTAs, half of the SMs (see dealt_least()). With at
+// most 8 query rows the combine kernel then has no more than kHalf units.
 inline bool plan_leaves_half(int32_t max_batch, int32_t num_kv_heads, int32_t longest, int32_t least) {
-  return static_cast<int64_t>(max_batch) * num_kv_heads * ceil_div(longest, kTileTokens) <=
-         static_cast<int64_t>(kHalf) * 4 * least;
+  const int64_t pairs = static_cast<int64_t>(max_batch) * num_kv_heads;
+  return pairs <= kHalf && pairs * ceil_div(longest, kTileTokens) <= static_cast<int64_t>(kHalf) * 4 * least;
 }
 
 inline PlanConfig plan_config(const char* where, const PlanProblem& p) {
