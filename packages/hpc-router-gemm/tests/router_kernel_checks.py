@@ -80,6 +80,9 @@ def tile_fields(tiles, splits, **more) -> list[dict]:
     ]
 
 
+ONE_RING = 11  # stages of 64 x 64 that leave no room for a second CTA
+
+
 def every_kernel() -> Checks:
     """Each compiled tile with several clusters, on sizes that are multiples of nothing."""
     for weight_type, terms in ((torch.float32, 2), (torch.float32, 3), (torch.float32, 1), (torch.bfloat16, 1)):
@@ -95,6 +98,8 @@ def every_kernel() -> Checks:
             fields += tile_fields(_C.WGMMA_TILES, (1, 2, 4, 5, 8, 16))
             # Sums in memory of their own.
             fields += tile_fields(_C.WGMMA_TILES, (2, 3, 4, 8, 16), sums_apart=(True,), stages=(0, 4))
+            # Two rings, of an odd number of stages, and one, where a CTA has its SM alone.
+            fields += tile_fields([(64, 1, 64)], (1, 2, 3, 8), stages=(5, ONE_RING))
             if split is not None:
                 terms_in_memory = {"sums_apart": (False, True), "presplit": (True,)}
                 fields += tile_fields(_C.TERM_TILES, (1, 2, 3, 4, 8, 16), **terms_in_memory)
@@ -126,6 +131,9 @@ def every_kernel() -> Checks:
                     largest=largest,
                     use=(rms_use, largest_use),
                 )
+                if f.get("stages") == ONE_RING:
+                    two = make_config(x, weight, terms, **{**f, "stages": 0})
+                    yield result(f"{name} as with two rings", torch.equal(y, run(x, weight, terms, two)))
                 if config.presplit and same_order(config):
                     from_fp32 = make_config(
                         x,

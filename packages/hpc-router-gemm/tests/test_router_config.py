@@ -189,7 +189,7 @@ def test_measured_rows_of_three_terms() -> None:
         (96, 384, 3072, (64, 1, 48), 8),
         (128, 256, 7168, (64, 2, 48), 8),
         (96, 768, 6144, (64, 1, 96), 8),
-        (128, 896, 7168, (64, 1, 128), 8),
+        (128, 896, 7168, (64, 2, 128), 8),
     ):
         for presplit in (False, True):
             c = _C.choose_config(m=m, n=n, k=k, terms=3, presplit=presplit)

@@ -19,17 +19,20 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 # The second call's kernel: stream, then tile with one and with two k groups, with and without a split of k.
-@pytest.mark.parametrize("m", [1, 16, 64, 208, 512, 1024, 2048])
+@pytest.mark.parametrize(
+    ("m", "experts", "k"),
+    [(m, 192, 512) for m in (1, 16, 64, 208, 512, 1024, 2048)] + [(128, 384, 3072)],  # the last has two rings
+)
 @pytest.mark.parametrize("captured", [False, True])
-def test_x_comes_from_a_call_that_still_runs(m: int, captured: bool) -> None:
+def test_x_comes_from_a_call_that_still_runs(m: int, experts: int, k: int, captured: bool) -> None:
     """Each call lets the next one start while it runs itself; the next one's x is this one's scores.
 
     One-hot tokens pick columns of a bf16 weight, so the fp32 scores are bf16 values: their bits are a bf16 x of every
     second column zero. The first call's long K makes it late; each round picks other columns, so a stale x shows.
     """
-    n, hidden, experts = 256, 16384, 192
+    n, hidden = k // 2, 16384
     picked = torch.randn((n, hidden), device="cuda").to(torch.bfloat16).float()
-    first, second = RouterWeight(picked), RouterWeight(torch.randn((experts, 2 * n), device="cuda"))
+    first, second = RouterWeight(picked), RouterWeight(torch.randn((experts, k), device="cuda"))
     x = torch.zeros((m, hidden), device="cuda", dtype=torch.bfloat16)
     scores = torch.empty((m, n), device="cuda")
     out = torch.empty((m, experts), device="cuda")

@@ -40,6 +40,7 @@ constexpr int kStreamMaxStages = 8;
 constexpr int kStreamMaxPartK = 256;  // k of one accumulator where the stream kernel does not promote
 
 constexpr int kTileMaxStages = 16;
+constexpr int kTileMaxSlots = 24;  // of one ring or of two
 // The tile kernel's unit of k. Consumer warpgroups that share it take 64 each.
 constexpr int kTileBlockK = 128;
 
@@ -81,6 +82,13 @@ constexpr int tile_stage_k(int rows, int k_groups, int tokens, Weight weight) {
   const bool small = rows == 64 && k_groups == 1 && tokens >= 64 && tokens <= 128;
   return small && weight != Weight::kBf16 ? 32 : 64;
 }
+// Tiles whose weights and tokens have rings of their own where two CTAs share an SM: `stages` stages of weights, given
+// back as soon as they are split, and half as many of tokens, of twice the k (rows of 128 bytes instead of 64). Where a
+// CTA has its SM alone, and in wider tiles, the barriers more that are waited for cost more than that gains.
+constexpr bool tile_has_two_rings(int rows, int k_groups, int tokens, Weight weight) {
+  const bool split = weight == Weight::kFloat2 || weight == Weight::kFloat3;
+  return split && rows == 64 && k_groups == 1 && tokens == 64;
+}
 // Whole units of the swizzles' 1,024 bytes.
 constexpr int tile_stage_bytes(int rows, int k_groups, int tokens, Weight weight) {
   return (tile_stage_k(rows, k_groups, tokens, weight) * (rows * weight_bytes(weight) + tokens * 2) + 1023) / 1024 *
@@ -106,9 +114,9 @@ constexpr int tile_sum_part(int rows, int k_groups, int tokens, int split) {
 constexpr int tile_sum_bytes(int rows, int k_groups, int tokens, int split) {
   return split == 1 ? 0 : split * tile_sum_part(rows, k_groups, tokens, split) * kSumBlockBytes;
 }
-// Stages, full and empty barriers and two for each token group's sums; 1,024 bytes to align the stages. Sums lie over
-// the stages, or behind the barriers.
-constexpr int kTileBarrierBytes = (2 * kTileMaxStages + 4) * 8;
+// Stages, full and empty barriers of slots and two for each token group's sums; 1,024 bytes to align the stages. Sums
+// lie over the stages, or behind the barriers.
+constexpr int kTileBarrierBytes = (2 * kTileMaxSlots + 4) * 8;
 constexpr int tile_sums_offset(int rows, int k_groups, int tokens, Weight weight, int stages) {
   return stages * tile_stage_bytes(rows, k_groups, tokens, weight) + kTileBarrierBytes;
 }

@@ -26,7 +26,8 @@ struct StreamParams {
 struct TileParams {
   int k_blocks;        // of 128 that every CTA of a split has at least; the first `k_extra` ranks have one more. The
   int k_extra;         // last block of all may be partly outside, where copies bring zeros
-  int stages;          // of the ring
+  int stages;          // of the ring, or of that of the weights
+  int token_stages;    // of the tokens' ring, of twice the k; 0 where there is one
   int prefetch;        // 1: weights may be read before the predecessor has ended
   int weight_columns;  // of one weight copy: 64 where k is a multiple of 32 (fp32), else one 128-byte box
   int l2_prefetch;     // 1: what the first stages don't hold is brought to L2 before the predecessor has ended

@@ -10,7 +10,7 @@
 //         leaves room for a second CTA on the SM: the next call's, which then starts, reads its weights and waits while
 //         this one still works.
 // Stages  k = 64 or 32 each: weight rows (fp32: boxes of 32 columns) in the 128-byte swizzle, and token rows in the
-//         swizzle of their width.
+//         swizzle of their width. Where two CTAs of 64 x 64 share an SM, tokens have a ring of their own, of 64.
 // Weight  fp32 or bf16: read and split by the consumers, as here, or in batches of 2 or 4 steps: router_tile_batch.cuh.
 //         Terms in memory: router_tile_terms.cuh.
 // Math    k16 steps. While a step's products run, the weights of the next are split and those after it read. Smaller
@@ -215,8 +215,8 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   TileMemory memory;
   memory.stages = (smem_address(smem_raw) + 1023) & ~1023u;
   memory.full = memory.stages + p.stages * Shape::kStageBytes;
-  memory.empty = memory.full + kTileMaxStages * 8;
-  memory.sums_barrier = memory.empty + kTileMaxStages * 8;
+  memory.empty = memory.full + kTileMaxSlots * 8;
+  memory.sums_barrier = memory.empty + kTileMaxSlots * 8;
   const bool sums_apart = p.sums_offset > 0;
   const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
   using Place = TilePlace<Shape>;
@@ -279,7 +279,11 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   float sum[Shape::kTokens / 2];
   const int wm = group % WM, wk = WK == 1 ? 0 : group / WM, wn = WN == 1 ? 0 : group / WM;
   if constexpr (Shape::kBatches) {
-    multiply_batches<WM, WK, WN, NT, kWeight>(p, wm, wk, wn, memory, sum);
+    if (Shape::kTwoRings && p.token_stages > 0) {
+      multiply_batches<WM, WK, WN, NT, kWeight, Shape::kTwoRings>(p, wm, wk, wn, memory, sum);
+    } else {
+      multiply_batches<WM, WK, WN, NT, kWeight, false>(p, wm, wk, wn, memory, sum);
+    }
   } else if constexpr (Shape::kSplit) {
     multiply_terms<WM, WK, WN, NT, kWeight>(p, wm, wk, wn, memory, sum);
   } else {

@@ -14,21 +14,22 @@
 
 namespace hpc::router {
 
-template <int WM, int WK, int WN, int NT, Weight kWeight>
+// kTwoRings: tokens have a ring of their own, whose stage is a group, and weights are given back when they are split.
+template <int WM, int WK, int WN, int NT, Weight kWeight, bool kTwoRings>
 __device__ __forceinline__ void multiply_batches(const TileParams& p, int wm, int wk, int wn, const TileMemory& memory,
                                                  float (&sum)[NT / WN / 2]) {
   using Shape = TileShape<WM, WK, WN, NT, kWeight>;
   constexpr int kTokens = Shape::kTokens;
   constexpr int kTerms = Shape::kTerms;
   constexpr int kSteps = Shape::kStageK / 16 / WK;  // k16 steps of a stage that are this consumer's
-  constexpr int kStages = 4 / kSteps;               // of a group
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % 4;
   const int t = lane % 4;
   const int row = 64 * wm + 16 * warp + tile_lane_row<false>(lane);
   const uint32_t lane_offset =
       wk * (kSteps / 2) * Shape::kHalfBytes + row * 128 + (((t / 2) ^ (row & 7)) << 4) + (t & 1) * 8;
-  const uint32_t own_tokens = Shape::kWeightBytes + wn * kTokens * Shape::kStageK * 2 + wk * kSteps * 32;
+  const uint32_t own_tokens =
+      (kTwoRings ? 0 : Shape::kWeightBytes) + wn * kTokens * Shape::kStageK * 2 + wk * kSteps * 32;
 
   // Fragments of two batches, in turn. Those of the first term are kept to the end of their group of 4 steps; in
   // batches of 2 the group's second one needs no turn of its own.
@@ -40,20 +41,41 @@ __device__ __forceinline__ void multiply_batches(const TileParams& p, int wm, in
   const auto first_index = [](int group, int step) {
     return kParts == 1 ? 4 * group + step : step < 2 ? 2 * group + step : 2 + step;
   };
-  uint64_t tokens[2][kStages];
+  constexpr int kTokenK = kTwoRings ? 64 : Shape::kStageK;
+  constexpr int kTokenSteps = kTwoRings ? 4 : kSteps;
+  constexpr int kTokenStages = 4 / kTokenSteps;  // of a group
+  uint64_t tokens[2][kTokenStages];
   float2 raw[2][4];
   uint32_t stage = memory.stages;
-  int slot = 0;  // of the next stage to be read
-  uint32_t phase = 0;
-  int freed = 0;  // the next slot to be given back
+  // The next slot to be read, whether it is known to be full (of two rings), and the next to be given back.
+  struct Reader {
+    int slot = 0, freed = 0;
+    uint32_t phase = 0;
+    bool full = false;
+  };
+  Reader weight_ring, token_ring;
+  const int token_slots = kTwoRings ? p.token_stages : p.stages;
+  const uint32_t first_token_slot = kTwoRings ? p.stages : 0;  // of all slots
+  const uint32_t token_stages = memory.stages + (kTwoRings ? p.stages * Shape::kWeightBytes : 0);
+  // Waits for the next slot. Of two rings: whether the one behind it is full is asked now, when nobody waits for it.
+  const auto take = [&](Reader& ring, uint32_t full, int slots) {
+    if (!ring.full) mbarrier_wait(full + ring.slot * 8, ring.phase);
+    const int slot = ring.slot;
+    ring.slot = slot + 1 == slots ? 0 : slot + 1;
+    if (ring.slot == 0) ring.phase ^= 1;
+    if constexpr (kTwoRings) ring.full = mbarrier_test(full + ring.slot * 8, ring.phase);
+    return slot;
+  };
+  const auto give = [&](Reader& ring, uint32_t empty, int slots, uint32_t when = 0) {
+    if (lane == 0) mbarrier_arrive(empty + ring.freed * 8 + when);
+    ring.freed = ring.freed + 1 == slots ? 0 : ring.freed + 1;
+  };
 
   const auto load = [&](int group, int step) {
     if (step % kSteps == 0) {
-      mbarrier_wait(memory.full + slot * 8, phase);
-      stage = memory.stages + slot * Shape::kStageBytes;
-      tokens[group][step / kSteps] = stage_descriptor<Shape::kStageK>(stage + own_tokens);
-      slot = slot + 1 == p.stages ? 0 : slot + 1;
-      if (slot == 0) phase ^= 1;
+      const int slot = take(weight_ring, memory.full, p.stages);
+      stage = memory.stages + slot * (kTwoRings ? Shape::kWeightBytes : Shape::kStageBytes);
+      if constexpr (!kTwoRings) tokens[group][step / kSteps] = stage_descriptor<kTokenK>(stage + own_tokens);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -81,16 +103,32 @@ __device__ __forceinline__ void multiply_batches(const TileParams& p, int wm, in
 #pragma unroll
         for (int term = 1; term < kTerms; ++term) others[turn(group, step)][step % kBatch][term - 1][i] = terms[term];
       }
+      if constexpr (kTwoRings) {
+        if ((step + 1) % kSteps != 0) continue;
+        // 0, but known when the stage's last terms are: else the compiler splits behind the wait for other products.
+        uint32_t all = 0;
+#pragma unroll
+        for (int s = step + 1 - kSteps; s <= step; ++s) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) all |= others[turn(group, s)][s % kBatch][kTerms - 2][i];
+        }
+        __syncwarp();
+        give(weight_ring, memory.empty, p.stages, all & p.stages & 0x80000000u);
+      }
     }
   };
   float part[kTokens / 2];
 #pragma unroll
   for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.0f;
   const auto multiply = [&](int group, int from, bool fresh) {
+    if (kTwoRings && from == 0) {
+      const int slot = take(token_ring, memory.full + first_token_slot * 8, token_slots);
+      tokens[group][0] = stage_descriptor<kTokenK>(token_stages + slot * Shape::kTokenBytes + own_tokens);
+    }
     if (from == 0) wgmma_fence(part);
     wgmma_arrive();
     const auto one = [&](int step, const uint32_t (&weights)[4], bool accumulate) {
-      wgmma_rs_bf16<kTokens>(part, weights, tokens[group][step / kSteps] + 2 * (step % kSteps), accumulate);
+      wgmma_rs_bf16<kTokens>(part, weights, tokens[group][step / kTokenSteps] + 2 * (step % kTokenSteps), accumulate);
     };
 #pragma unroll
     for (int step = from; step < from + kBatch; ++step) {
@@ -121,10 +159,7 @@ __device__ __forceinline__ void multiply_batches(const TileParams& p, int wm, in
     wgmma_wait<0>();
     wgmma_fence(part);
 #pragma unroll
-    for (int i = 0; i < kStages; ++i) {
-      if (lane == 0) mbarrier_arrive(memory.empty + freed * 8);
-      freed = freed + 1 == p.stages ? 0 : freed + 1;
-    }
+    for (int i = 0; i < kTokenStages; ++i) give(token_ring, memory.empty + first_token_slot * 8, token_slots);
     if (move) {
 #pragma unroll
       for (int i = 0; i < kTokens / 2; ++i) sum[i] += part[i];

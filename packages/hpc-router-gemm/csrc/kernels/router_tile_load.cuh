@@ -48,6 +48,10 @@ struct TileShape {
   static constexpr int kBlockK = kTileBlockK;  // 8 k16 steps of a consumer, or 4 of each of two
   static constexpr int kStageK = tile_stage_k(kRows, WK, NT, kWeight);
   static constexpr int kBlockStages = kBlockK / kStageK;
+  // Whether tokens can have a ring of their own, of such stages.
+  static constexpr bool kTwoRings = tile_has_two_rings(kRows, WK, NT, kWeight);
+  static_assert(!kTwoRings || (kBatches && kStageK == 32), "multiply_batches() takes two rings");
+  static constexpr int kTokenBytes = NT * 64 * 2;
   static constexpr int kBoxes = kFloat && kStageK == 64 ? 2 : 1;  // of weights in a stage
   static constexpr int kHalfBytes = kRows * 128;                  // one of them
   static constexpr int kTermBytes = kRows * kStageK * 2;          // of a term in memory, in a stage
@@ -151,9 +155,9 @@ struct TileBlocks {
   }
 };
 
-// The thread of producer warp `warp`, 0 or 1: fills every second slot of the ring with this CTA's part of k. (One
-// thread alone takes 0.1 us a stage.) A slot is always filled by the same thread: waiting by parity, it must not miss a
-// phase.
+// The thread of producer warp `warp`, 0 or 1: fills every second slot of the ring with this CTA's part of k, or, of two
+// rings, that of the weights (0) or of the tokens. (One thread alone takes 0.1 us a stage.) A slot is always filled by
+// the same thread: waiting by parity, it must not miss a phase.
 template <int WM, int WK, int WN, int NT, Weight kWeight>
 struct TileProducer {
   using Shape = TileShape<WM, WK, WN, NT, kWeight>;
@@ -165,11 +169,13 @@ struct TileProducer {
   const CUtensorMap* x_map;
   const TileMemory& memory;
   int total, k0, row0, token0;
+  bool two_rings;
 
   __device__ __forceinline__ TileProducer(const TileParams& p, int warp, const CUtensorMap* weight_map,
                                           const CUtensorMap* x_map, const TileMemory& memory)
       : p(p), warp(warp), weight_map(weight_map), x_map(x_map), memory(memory) {
     const TileBlocks blocks(p, Place::rank());
+    two_rings = Shape::kTwoRings && p.token_stages > 0;
     total = blocks.count * Shape::kBlockStages;
     k0 = blocks.first * Shape::kBlockK;
     row0 = Place::expert_tile() * Shape::kRows;
@@ -178,9 +184,9 @@ struct TileProducer {
 
   __device__ __forceinline__ void load_weight(int slot, int i) const {
     const uint32_t barrier = memory.full + slot * 8;
-    const uint32_t target = memory.stages + slot * Shape::kStageBytes;
+    const uint32_t target = memory.stages + slot * (two_rings ? Shape::kWeightBytes : Shape::kStageBytes);
     const int k = k0 + i * Shape::kStageK;
-    mbarrier_arrive_expect_tx(barrier, Shape::kCopyBytes);
+    mbarrier_arrive_expect_tx(barrier, two_rings ? Shape::kWeightBytes : Shape::kCopyBytes);
     // A pair: a box of all terms for both, by one of them. The first are requested before the other's barriers exist.
     if (Shape::kPair == 2 && !Shape::kPairsExperts && i >= Shape::kAtOnce) {
       if (i % 2 != Place::member()) return;
@@ -204,22 +210,41 @@ struct TileProducer {
       tma_load_2d(target, x_map, barrier, k, token0);
     }
   }
+  // Of the tokens' own ring, whose slots and barriers are behind those of the weights.
+  __device__ __forceinline__ void load_tokens(int slot, int i) const {
+    const uint32_t barrier = memory.full + (p.stages + slot) * 8;
+    mbarrier_arrive_expect_tx(barrier, Shape::kTokenBytes);
+    tma_load_2d(memory.stages + p.stages * Shape::kWeightBytes + slot * Shape::kTokenBytes, x_map, barrier, k0 + i * 64,
+                token0);
+  }
+  __device__ __forceinline__ void bring_weight(int i) const {  // to L2
+    const int k = k0 + i * Shape::kStageK;
+    if (Shape::kBoxes == 2 && p.weight_columns == 64) {
+      tma_prefetch_3d(weight_map, 0, row0, k / 32);
+    } else {
+      tma_prefetch_3d(weight_map, k, row0, 0);
+      if (Shape::kBoxes == 2) tma_prefetch_3d(weight_map, k + 32, row0, 0);
+    }
+  }
 
   // Whether two CTAs share an SM: then this one is there before its predecessor's end. It fills its ring then, after
   // the CTA's barrier, as waiting in start() would hold up the consumers instead.
   __device__ __forceinline__ bool starts_early() const { return Shape::kConsumers == 1 && p.l2_prefetch; }
 
   // Stages whose weights are requested before the predecessor's end. Where a CTA has its SM for itself, few: the first
-  // tokens would queue behind them; but a call of small parts waits for memory, which has nothing else to do then.
+  // tokens would queue behind them; but a call of small parts waits for memory, which has nothing else to do then (not
+  // for more than that where two k groups of 128 tokens have three terms).
   __device__ __forceinline__ int ahead() const {
-    return starts_early() ? kTileMaxStages : p.split >= 8 && Shape::kPair == 1 ? 4 : 2;
+    constexpr bool kFew = Shape::kPair == 2 || (WK == 2 && Shape::kTerms == 3 && Shape::kTokens == 128);
+    return starts_early() ? kTileMaxStages : p.split >= 8 && !kFew ? 4 : 2;
   }
 
   // Before the CTA's first barrier, which takes time: this thread's slots of the ring, and mostly their first copies.
   __device__ __forceinline__ void start() const {
     tma_prefetch_map(warp == 0 ? weight_map : x_map);
+    const int slots = p.stages + (two_rings ? p.token_stages : 0);
 #pragma unroll 1
-    for (int slot = warp; slot < p.stages; slot += kTileFillers) {
+    for (int slot = warp; slot < slots; slot += kTileFillers) {
       mbarrier_init(memory.full + slot * 8, 1);
       mbarrier_init(memory.empty + slot * 8, 4 * Shape::kConsumers * Shape::kPair);
     }
@@ -243,17 +268,9 @@ struct TileProducer {
     if (starts_early()) {
 #pragma unroll 1
       for (int i = warp; i < total; i += kTileFillers) {
-        const int k = k0 + i * Shape::kStageK;
         const int turn = i / kTileFillers;  // what the CTAs of a row or column of tiles share is divided among them
-        if (turn % gridDim.y == blockIdx.y) tma_prefetch_2d(x_map, k, token0);
-        if (i >= early && turn % gridDim.z == blockIdx.z) {
-          if (Shape::kBoxes == 2 && p.weight_columns == 64) {
-            tma_prefetch_3d(weight_map, 0, row0, k / 32);
-          } else {
-            tma_prefetch_3d(weight_map, k, row0, 0);
-            if (Shape::kBoxes == 2) tma_prefetch_3d(weight_map, k + 32, row0, 0);
-          }
-        }
+        if (turn % gridDim.y == blockIdx.y) tma_prefetch_2d(x_map, k0 + i * Shape::kStageK, token0);
+        if (i >= early && turn % gridDim.z == blockIdx.z) bring_weight(i);
       }
     }
     if (p.prefetch) pdl_wait();
@@ -262,8 +279,48 @@ struct TileProducer {
     for (int i = warp; i < at_once; i += kTileFillers) load_x(i, i);
   }
 
+  // Two rings, of a CTA that is there before its predecessor's end: all of one of them.
+  __device__ __forceinline__ void fill_weights() const {
+    const int early = min(p.stages, total);
+    if (!p.prefetch) pdl_wait();
+#pragma unroll 1
+    for (int i = 0; i < early; ++i) load_weight(i, i);
+#pragma unroll 1
+    for (int i = early; i < total; ++i) {
+      if (i % gridDim.z == blockIdx.z) bring_weight(i);
+    }
+    if (p.prefetch) pdl_wait();
+    pdl_trigger();
+    refill(memory.empty, p.stages, total, [&](int slot, int i) { load_weight(slot, i); });
+  }
+  __device__ __forceinline__ void fill_tokens() const {
+    const int count = total / 2;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      if (i % gridDim.y == blockIdx.y) tma_prefetch_2d(x_map, k0 + i * 64, token0);
+    }
+    pdl_wait();
+    pdl_trigger();
+#pragma unroll 1
+    for (int i = 0; i < min(p.token_stages, count); ++i) load_tokens(i, i);
+    refill(memory.empty + p.stages * 8, p.token_stages, count, [&](int slot, int i) { load_tokens(slot, i); });
+  }
+  template <typename Load>
+  __device__ __forceinline__ void refill(uint32_t empty, int stages, int count, const Load& load) const {
+    uint32_t phase = 0;
+#pragma unroll 1
+    for (int first = stages; first < count; first += stages, phase ^= 1) {
+#pragma unroll 1
+      for (int slot = 0; slot < stages && first + slot < count; ++slot) {
+        mbarrier_wait(empty + slot * 8, phase);
+        load(slot, first + slot);
+      }
+    }
+  }
+
   // Then the copies of all the rest.
   __device__ __forceinline__ void run() const {
+    if (two_rings) return warp == 0 ? fill_weights() : fill_tokens();
     if (starts_early()) {
       copy_first();
     } else {

@@ -128,13 +128,16 @@ void launch_tile(const Gemm& gemm, const Config& config, cudaStream_t stream) {
   // Measured with three expert tiles: m = 1,024 and 2,048 gain 1 to 2 % (192 x 4096), those of more lose as much.
   params.token_prefetch = config.split > 1 && config.split < 8 && ceil_div(gemm.n, config.rows) <= 3 ? 4 : 0;
   params.l2_prefetch = shares_sm(config) && config.ctas <= kPrefetchCtas;
+  const bool two_rings = params.l2_prefetch && tile_has_two_rings(config.rows, config.k_groups, config.tokens, kWeight);
+  params.token_stages = two_rings ? config.stages / 2 : 0;
+  const int token_k = two_rings ? 64 : stage_k;
   const CUtensorMap weight_map = weight_tensor_map<kWeight>(gemm, config, paired);
   const auto k = static_cast<uint64_t>(gemm.k);
   const CUtensorMap x_map = make_tensor_map<2>("x", gemm.x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                                                {{k, static_cast<uint64_t>(gemm.m)},
                                                 {gemm.m > 1 ? static_cast<uint64_t>(gemm.x_stride) * 2 : k * 2},
-                                                {static_cast<uint32_t>(stage_k), static_cast<uint32_t>(config.tokens)}},
-                                               stage_k == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                                                {static_cast<uint32_t>(token_k), static_cast<uint32_t>(config.tokens)}},
+                                               token_k == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                                                l2_promotion<kWeight>(config));
   const TileLauncher launcher = tile_launcher<kWeight>(config);
   if (launcher != nullptr) return launcher(params, weight_map, x_map, config, stream);
