@@ -67,7 +67,7 @@ FAULTS = {
     # Short rows: a line comes twice; odd rows are multiplied as even ones; h has its first columns twice; so do scales.
     31: ("row + 4 * u, j, policy", "row + 4 * u, emulation::fault == 31 && j == 1 ? 0 : j, policy"),
     32: ("m * (kShortK / 32) + step;", "(emulation::fault == 32 ? 0 : m) * (kShortK / 32) + step;"),
-    33: ("barrier, 128, row", "barrier, emulation::fault == 33 ? 0 : 128, row"),
+    33: ("half * 128, row", "(emulation::fault == 33 ? 0 : half) * 128, row"),
     34: ("scales + g * T::kWidth", "scales + (emulation::fault == 34 ? 0 : g) * T::kWidth"),
     # A warp's copy of up rows is gate's; its rows of h beyond the first round are the first's.
     25: ("up = part % 2;", "up = emulation::fault == 25 ? 0 : part % 2;"),

@@ -7,14 +7,19 @@
 // line 0 and the first half of line 1, of the odd ones the second half of line 1 and line 2. A step of 32 of K lies in
 // one line, and wgmma takes any step of any row of 128 bytes: the same products in the same order.
 //
-// Grid: one CTA an SM, persistent. 288 threads: two consumer warpgroups with a unit (128 columns of H) each; one
-// producer warp, which finds tasks (grouped_tasks.cuh), one a lane. The lane that found a task brings its weights,
-// each lane 8 rows of h and (block) scales. Shared memory: stages (48 KB of weights; the first 128 bytes of the rows of
-// h; their last 64, as rows of 128), scales of each, published tasks, barriers: full[s] (the bringing lane's arrival
-// and bytes; block: one arrival a lane, when its scales have landed), empty[s] (one a consumer warp). The tensor map
-// puts weight row 32 w + 4 g + 2 h + m of a unit at row 16 w + 8 h + g of tile m: a thread (warp w, lane group g) has
-// four neighbouring columns of each of its tokens, as in down.cuh. PDL: reads the index and fills its stages with
-// weights before it waits for h.
+// Grid: one CTA an SM, persistent. 384 threads: two consumer warpgroups with a unit (128 columns of H) each; four
+// producer warps, each of which finds the tasks (grouped_tasks.cuh) for itself, one a lane. Two bring weights, of a
+// unit each, by the lane that found the task; one rows of h, 8 a lane, and publishes tasks; one the rows' last 64 bytes
+// and (block) the scales: a copy waits for its descriptor's registers, so one warp issuing all would be late.
+//
+// Shared memory: two rings, of weights (48 KB a stage; barriers of each unit: full[u][s], the bringing lane's arrival
+// and bytes, empty[u][s], one a warp of warpgroup u) and of rows of h (their first 128 bytes; the last 64, as rows of
+// 128) with scales (rows_full[s], the publishing lane's arrival and bytes, block: one arrival a lane of the last warp,
+// when its scales have landed; rows_empty[s], one a consumer warp); published tasks.
+//
+// The tensor map puts weight row 32 w + 4 g + 2 h + m of a unit at row 16 w + 8 h + g of tile m: a thread (warp w, lane
+// group g) has four neighbouring columns of each of its tokens, as in down.cuh. PDL: reads the index and fills its
+// stages with weights before it waits for h; the warps of weights wait at their end.
 #pragma once
 
 #include "kernels/grouped_consume.cuh"
@@ -22,86 +27,111 @@
 
 namespace hpc::moe {
 
-constexpr int kShortK = kShortColumns, kShortLines = 3, kShortGroups = 3, kShortThreads = kConsumers + 32;
+constexpr int kShortK = kShortColumns, kShortLines = 3, kShortGroups = 3, kShortThreads = kConsumers + 128;
 constexpr int kShortUnitBytes = 128 * kShortK;
 
 template <int kWidth, bool kBlock>
 struct ShortSmem {
   static_assert(kWidth == 32 || kWidth == 64);
-  static constexpr int kStages = kWidth == 64 ? 3 : 4;
+  static constexpr int kStages = kWidth == 64 && kBlock ? 3 : 4, kRowStages = kWidth == 64 && !kBlock ? 2 : 3;
   static constexpr int kScales = kShortGroups * kWidth + 8;  // floats: rows [group][width], weights [group][unit]
-  static constexpr int kRows = 2 * kShortUnitBytes, kBytes = kRows + 2 * kWidth * 128;
+  static constexpr int kBytes = 2 * kShortUnitBytes, kRowBytes = 2 * kWidth * 128;
   alignas(1024) uint8_t stage[kStages][kBytes];
-  alignas(16) float scale[kBlock ? kStages : 1][kBlock ? kScales : 1];
+  alignas(1024) uint8_t rows[kRowStages][kRowBytes];
+  alignas(16) float scale[kBlock ? kRowStages : 1][kBlock ? kScales : 1];
   alignas(16) TurnTask turns[kTurns];
-  alignas(8) uint64_t full[kStages];
-  uint64_t empty[kStages];
+  alignas(8) uint64_t full[2][kStages];  // of a unit
+  uint64_t empty[2][kStages];
+  uint64_t rows_full[kRowStages], rows_empty[kRowStages];
 };
 template <int kWidth, bool kBlock>
 constexpr int kShortSmemBytes = sizeof(ShortSmem<kWidth, kBlock>) + 1024;
 static_assert(kShortSmemBytes<32, true> <= 232448 && kShortSmemBytes<64, true> <= 232448, "227 KB a CTA");
 
+// A warp that brings weights, of unit `u` of each task; each lane those of the task that it found.
 template <class T>
-__device__ __forceinline__ void produce_short(const GemmParams& p, const CUtensorMap* map, const CUtensorMap* h_map,
-                                              ShortSmem<T::kWidth, T::kBlock>& s) {
+__device__ __forceinline__ void produce_short_weights(const GemmParams& p, const CUtensorMap* map,
+                                                      ShortSmem<T::kWidth, T::kBlock>& s, int u) {
   using Smem = ShortSmem<T::kWidth, T::kBlock>;
   const int lane = threadIdx.x % 32;
-  const uint32_t full = smem_address(s.full), empty = smem_address(s.empty), stages = smem_address(s.stage);
+  const uint32_t full = smem_address(s.full[u]), empty = smem_address(s.empty[u]);
+  const uint32_t stages = smem_address(s.stage) + u * kShortUnitBytes;
   const uint64_t policy = p.evict_first ? l2_evict_first() : l2_evict_normal();
   const Schedule<T> schedule(p, p.routing.tile_offsets[p.experts], T::kTensor ? *p.act_scale : 1.0f);
   StageRing<Smem::kStages> head;
-  // Weights of a task, by one lane.
-  const auto load = [&](const TurnTask& task, uint32_t stage) {
-    const int row = task.expert * (p.weight_rows / 32) + task.unit * 4;
-    for (int u = 0; u < task.units; ++u) {
-      for (int j = 0; j < kShortLines; ++j) {
-        tma_load_5d(stages + stage * Smem::kBytes + u * kShortUnitBytes + j * 8192, map, full + stage * 8, 0, 0, 0,
-                    row + 4 * u, j, policy);
+  TurnTask found{};
+  int base = 0;
+#pragma unroll 1
+  for (int turn = 0;; ++turn) {
+    if (turn - base == 32 || turn == 0) {
+      base = turn;
+      found = schedule.at(base + lane);
+    }
+    const int at = turn - base;
+    if (__shfl_sync(~0u, found.width, at) == 0) break;
+    if (lane == at) {
+      const int row = found.expert * (p.weight_rows / 32) + found.unit * 4;
+      const uint32_t barrier = full + head.stage() * 8;
+      mbarrier_wait(empty + head.stage() * 8, head.phase() ^ 1);
+      if (u < found.units) {
+        mbarrier_arrive_expect_tx(barrier, kShortUnitBytes);
+        for (int j = 0; j < kShortLines; ++j) {
+          tma_load_5d(stages + head.stage() * Smem::kBytes + j * 8192, map, barrier, 0, 0, 0, row + 4 * u, j, policy);
+        }
+      } else {
+        mbarrier_arrive(barrier);
       }
     }
-  };
+    __syncwarp();
+    head.advance();
+  }
+  pdl_wait();  // no thread ends before
+}
+
+// Two warps that bring rows of h: `half` 0 their first 128 bytes, and publishes tasks; 1 the last 64, and the scales.
+template <class T>
+__device__ __forceinline__ void produce_short_rows(const GemmParams& p, const CUtensorMap* h_map,
+                                                   ShortSmem<T::kWidth, T::kBlock>& s, int half) {
+  using Smem = ShortSmem<T::kWidth, T::kBlock>;
+  const int lane = threadIdx.x % 32;
+  const uint32_t full = smem_address(s.rows_full), empty = smem_address(s.rows_empty);
+  const Schedule<T> schedule(p, p.routing.tile_offsets[p.experts], T::kTensor ? *p.act_scale : 1.0f);
+  StageRing<Smem::kRowStages> head;
   TurnTask found{};
-  int base = 0, published = 0;
+  int base = 0;
 #pragma unroll 1
   for (int turn = 0;; ++turn) {
     if (turn - base == 32 || turn == 0) {
       base = turn;
       found = schedule.at(base + lane);
       if (turn == 0) {
-        if (lane < Smem::kStages && found.width > 0) {
-          mbarrier_expect_tx(full + lane * 8, found.units * kShortUnitBytes);
-          load(found, lane);
-        }
         pdl_wait();
         pdl_trigger();
       }
     }
     const int at = turn - base;
-    if (lane == at) s.turns[published % kTurns] = found;
-    __syncwarp();
-    ++published;
+    if (half == 0) {
+      if (lane == at) s.turns[turn % kTurns] = found;
+      __syncwarp();
+    }
     const auto field = [&](int value) { return __shfl_sync(~0u, value, at); };
     const int width = field(found.width), rows = field(found.rows), row = field(found.row);
     mbarrier_wait(empty + head.stage() * 8, head.phase() ^ 1);
     const uint32_t barrier = full + head.stage() * 8;
     const int eights = (rows + kRowsBox - 1) / kRowsBox;
-    if (lane == at) {  // the task is published
-      const bool early = turn < Smem::kStages;
-      mbarrier_arrive_expect_tx(barrier,
-                                width == 0 ? 0 : eights * kRowsBox * 256 + (early ? 0 : found.units * kShortUnitBytes));
-      if (width > 0 && !early) load(found, head.stage());
+    if (half == 0 && lane == at) {  // the task is published
+      mbarrier_arrive_expect_tx(barrier, width == 0 ? 0 : eights * kRowsBox * 256);
     }
     if (width == 0) {
-      if constexpr (T::kBlock) mbarrier_arrive(barrier);
+      if (T::kBlock && half == 1) mbarrier_arrive(barrier);
       break;
     }
     __syncwarp();
     if (lane < eights) {
-      const uint32_t to = stages + head.stage() * Smem::kBytes + Smem::kRows + lane * kRowsBox * 128;
-      tma_load_2d(to, h_map, barrier, 0, row + lane * kRowsBox);
-      tma_load_2d(to + T::kWidth * 128, h_map, barrier, 128, row + lane * kRowsBox);
+      const uint32_t to = smem_address(s.rows[head.stage()]) + (half * T::kWidth + lane * kRowsBox) * 128;
+      tma_load_2d(to, h_map, barrier, half * 128, row + lane * kRowsBox);
     }
-    if constexpr (T::kBlock) {
+    if (T::kBlock && half == 1) {
       const uint32_t scales = smem_address(s.scale[head.stage()]);
       const int expert = field(found.expert), unit = field(found.unit), units = field(found.units);
 #pragma unroll 1
@@ -123,7 +153,8 @@ __device__ __forceinline__ void produce_short(const GemmParams& p, const CUtenso
 
 template <class T, int N>
 __device__ __forceinline__ void consume_short(const GemmParams& p, const TurnTask& task, int group, uint32_t a,
-                                              uint32_t b, uint32_t back, [[maybe_unused]] const float* scales) {
+                                              uint32_t b, uint32_t back, uint32_t rows_back,
+                                              [[maybe_unused]] const float* scales) {
   constexpr uint32_t kLine = 8192 >> 4;
   float acc[2][N / 2];
 #pragma unroll
@@ -174,7 +205,10 @@ __device__ __forceinline__ void consume_short(const GemmParams& p, const TurnTas
   const float scale = T::kTensor ? task.scale : 1.0f;
   __syncwarp();
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  if (lane == 0) mbarrier_arrive(back);
+  if (lane == 0) {
+    mbarrier_arrive(back);
+    mbarrier_arrive(rows_back);
+  }
   auto* out = static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(row) * p.out_columns + unit * 128 + warp * 32 +
               lane / 4 * 4;
 #pragma unroll
@@ -199,37 +233,51 @@ __global__ void __launch_bounds__(kShortThreads, 1)
   auto& s = *reinterpret_cast<Smem*>(raw + (-smem_address(raw) & 1023));
   if (threadIdx.x == 0) {
     tma_prefetch_map(&map);
-    for (int i = 0; i < Smem::kStages; ++i) {
-      mbarrier_init(smem_address(&s.full[i]), T::kBlock ? 33 : 1);
-      mbarrier_init(smem_address(&s.empty[i]), kConsumers / 32);
+    for (int i = 0; i < 2 * Smem::kStages; ++i) {
+      mbarrier_init(smem_address(&s.full[0][0]) + i * 8, 1);
+      mbarrier_init(smem_address(&s.empty[0][0]) + i * 8, 128 / 32);
+    }
+    for (int i = 0; i < Smem::kRowStages; ++i) {
+      mbarrier_init(smem_address(&s.rows_full[i]), T::kBlock ? 33 : 1);
+      mbarrier_init(smem_address(&s.rows_empty[i]), kConsumers / 32);
     }
     mbarrier_init_fence();
   }
   __syncthreads();
   if (threadIdx.x >= kConsumers) {
-    produce_short<T>(p, &map, &h_map, s);
+    if (threadIdx.x < kConsumers + 64) {
+      produce_short_weights<T>(p, &map, s, threadIdx.x / 32 % 2);
+    } else {
+      produce_short_rows<T>(p, &h_map, s, threadIdx.x / 32 % 2);
+    }
     return;
   }
   pdl_wait();  // nothing may be stored before
   pdl_trigger();
   const int group = uniform(threadIdx.x / 128);
   StageRing<Smem::kStages> ring;
+  StageRing<Smem::kRowStages> rows;
 #pragma unroll 1
-  for (int turn = 0;; ++turn, ring.advance()) {
-    mbarrier_wait(smem_address(s.full) + ring.stage() * 8, ring.phase());
+  for (int turn = 0;; ++turn, ring.advance(), rows.advance()) {
+    mbarrier_wait(smem_address(s.rows_full) + rows.stage() * 8, rows.phase());
     const TurnTask& task = s.turns[turn % kTurns];
     if (task.width == 0) break;
-    const uint32_t back = smem_address(s.empty) + ring.stage() * 8;
+    const uint32_t place = (group * Smem::kStages + ring.stage()) * 8, back = smem_address(s.empty) + place;
+    const uint32_t rows_back = smem_address(s.rows_empty) + rows.stage() * 8;
     if (group >= task.units) {
       __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(back);
+      if (threadIdx.x % 32 == 0) {
+        mbarrier_arrive(back);
+        mbarrier_arrive(rows_back);
+      }
       continue;
     }
+    mbarrier_wait(smem_address(s.full) + place, ring.phase());
     const uint32_t base = (smem_address(s.stage) >> 4) + uniform(ring.stage() * (Smem::kBytes >> 4));
     const uint32_t a = base + uniform(kLowBits + group * (kShortUnitBytes >> 4)),
-                   b = base + kLowBits + (Smem::kRows >> 4);
+                   b = (smem_address(s.rows) >> 4) + uniform(kLowBits + rows.stage() * (Smem::kRowBytes >> 4));
     const auto run = [&]<int N>() {
-      consume_short<T, N>(p, task, group, a, b, back, s.scale[T::kBlock ? ring.stage() : 0]);
+      consume_short<T, N>(p, task, group, a, b, back, rows_back, s.scale[T::kBlock ? rows.stage() : 0]);
     };
     with_width<T>(task.width, run);
   }

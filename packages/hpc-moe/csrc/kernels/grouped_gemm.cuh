@@ -177,6 +177,9 @@ struct Traits {
   // tokens are M, stay together and the tile's rows are split. Per tensor each unit may be split again.
   static constexpr bool kSpans = kGemm == Gemm::kUp && kBlock && !kHalf;
   static constexpr bool kExchange = kSpans && !kTokens, kRowHalves = kSpans && kTokens;
+  // Where tasks of pairs or their halves are shared out unevenly, CTAs with fewer have fewer stages on their way, so
+  // that the others get more of memory's rate: they could not use all of it when those are done.
+  static constexpr bool kLevel = kSpans && !kClusters;
   static constexpr bool kHalfUnits = kGemm == Gemm::kUp && kTensor && !kClusters;
   // Narrowest N at which the consumers multiply a tile, with weights as M.
   static constexpr int kLeastN = kExact ? 16 : kQuant == Quant::kNone ? 32 : kWidth == 128 ? 96 : kWidth;

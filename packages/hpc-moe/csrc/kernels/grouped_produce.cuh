@@ -27,17 +27,15 @@ __device__ __forceinline__ uint32_t weight_bytes(int units) {
 // CTAs of the cluster where they share it.
 template <class T, bool kBoth = false>
 __device__ __forceinline__ void load_triple(const GemmParams& p, const CUtensorMap* map, const CUtensorMap* half_map,
-                                            int row, int group, int k, uint32_t smem, uint32_t full, uint64_t policy) {
-  smem += group * (kUnitBytes * 3 / 2);
-#pragma unroll
-  for (int m = 0; m < 3; ++m, smem += kUnitBytes / 2) {
-    const CUtensorMap* from = m < 2 ? map : half_map;
-    const int at = m < 2 ? row + 4 * group + m * (p.out_columns / 16) : 2 * (row + 8) + 4 * group;
-    if constexpr (kBoth) {
-      tma_load_4d_multicast(smem, from, full, k * 128, 0, 0, at, 3, policy);
-    } else {
-      tma_load_4d(smem, from, full, k * 128, 0, 0, at, policy);
-    }
+                                            int row, int group, int m, int k, uint32_t smem, uint32_t full,
+                                            uint64_t policy) {
+  smem += group * (kUnitBytes * 3 / 2) + m * (kUnitBytes / 2);
+  const CUtensorMap* from = m < 2 ? map : half_map;
+  const int at = m < 2 ? row + 4 * group + m * (p.out_columns / 16) : 2 * (row + 8) + 4 * group;
+  if constexpr (kBoth) {
+    tma_load_4d_multicast(smem, from, full, k * 128, 0, 0, at, 3, policy);
+  } else {
+    tma_load_4d(smem, from, full, k * 128, 0, 0, at, policy);
   }
 }
 
@@ -50,7 +48,9 @@ __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensor
                                              int row, int units, int k, uint32_t smem, uint32_t full, uint64_t policy,
                                              int part) {
   if constexpr (T::kTriples) {
-    if (part < 2) load_triple<T>(p, map, half_map, row, part, k, smem, full, policy);
+    if (part > 2) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) load_triple<T>(p, map, half_map, row, i, part, k, smem, full, policy);
     return;
   }
   if constexpr (T::kHalfUnits) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void load_shared_weights(const GemmParams& p, const C
                                                     uint32_t full, uint64_t policy, int part) {
   const int mine = static_cast<int>(blockIdx.x % 2);
   if constexpr (T::kTriples) {
-    if (part == 0) load_triple<T, true>(p, map, half_map, row, mine, k, smem, full, policy);
+    if (part < 3) load_triple<T, true>(p, map, half_map, row, mine, part, k, smem, full, policy);
     return;
   }
   smem += mine * kUnitBytes;
@@ -187,6 +187,22 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
   };
   TurnTask found{};  // of turns `base` + lane; in one place, the loop's: code that is fetched in every call is time
   int base = 0, published = 0, slot = 0;
+  // kLevel: at most `limit` stages are on their way, of those of which `behind` is the oldest.
+  [[maybe_unused]] int limit = kStages, ahead = 0;
+  [[maybe_unused]] typename T::Ring behind;
+  if constexpr (T::kLevel) {
+    const int most = max(schedule.count_of(0), 1);
+    limit = min(max((kStages * schedule.count() + most - 1) / most, 2), kStages);
+  }
+  const auto hold_back = [&](bool waits) {
+    if (!T::kLevel || limit == kStages) return;
+    if (ahead < limit) {
+      ++ahead;
+      return;
+    }
+    if (waits) mbarrier_wait(empty + behind.stage() * 8, behind.phase());
+    behind.advance();
+  };
   typename T::Ring head;
 
   // Row `thread` of the task of turn `base` + at, as a slot: asked for one task early.
@@ -223,6 +239,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
             published = 1;
 #pragma unroll 1
             for (; prefetched > 0; --prefetched, head.advance()) {
+              hold_back(false);
               mbarrier_arrive(full + head.stage() * 8);
               if (thread == 0) mbarrier_arrive(full + head.stage() * 8);
             }
@@ -301,6 +318,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
         if (weight_scale) weight_scale += 2 * p.w_scale_cols;
       }
       mbarrier_wait(empty + head.stage() * 8, head.phase() ^ 1);
+      hold_back(true);
       const uint32_t stage = stages + head.stage() * kStageBytes;
       const bool early = prefetched > 0;
       if (early) --prefetched;
@@ -339,14 +357,20 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
       if constexpr (T::kBlock) {
         const uint32_t scale_to = scales + head.stage() * T::Sizes::kScales * 4;
         const uint32_t row_to = scale_to + scale_place(thread) * 4;
+        // Addresses that go on by themselves where there is but one of each; two tiles' would be too many.
+        constexpr bool kGoOn = !T::kHalf;
 #pragma unroll
         for (int g = 0; g < T::kGroups; ++g) {
-          const int group = k * T::kGroups + g;
-          if (group < p.w_scale_cols) {
-            if (row_scale) cp_async_4(row_to + g * kWidth * 4, row_scale + group * p.b_scale_step);
-            if (row_scale2) cp_async_4(row_to + kWidth * 4, row_scale2 + group * p.b_scale_step);
-            if (weight_scale) cp_async_4(scale_to + (2 * kWidth + g * 4 + thread) * 4, weight_scale + group);
+          const int group = k * T::kGroups + g, at_group = kGoOn ? 0 : group;
+          if (kGoOn || group < p.w_scale_cols) {
+            if (row_scale) cp_async_4(row_to + g * kWidth * 4, row_scale + at_group * p.b_scale_step);
+            if (row_scale2) cp_async_4(row_to + kWidth * 4, row_scale2 + at_group * p.b_scale_step);
+            if (weight_scale) cp_async_4(scale_to + (2 * kWidth + g * 4 + thread) * 4, weight_scale + at_group);
           }
+        }
+        if constexpr (kGoOn) {
+          if (row_scale) row_scale += p.b_scale_step;
+          if (weight_scale) ++weight_scale;
         }
       }
       // Arrives when this thread's copies have landed: all stages may be on their way, nobody waits for the rows here.

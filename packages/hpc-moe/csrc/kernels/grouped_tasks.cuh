@@ -43,9 +43,10 @@ struct Schedule {
     singles = parts * split + (T::kOddHalves ? parts / 2 : 1) * lasts;
   }
 
-  // Tasks of this CTA.
-  __device__ __forceinline__ int count() const {
-    const int rest = whole + singles - cta;
+  // Tasks of this CTA, or of another; the first has most.
+  __device__ __forceinline__ int count() const { return count_of(cta); }
+  __device__ __forceinline__ int count_of(int of_cta) const {
+    const int rest = whole + singles - of_cta;
     return rest > 0 ? (rest - 1) / static_cast<int>(gridDim.x) + 1 : 0;
   }
 
