@@ -62,6 +62,13 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// One word, loaded where this stands.
+__device__ __forceinline__ int32_t ld_global32(const int32_t* from) {
+  int32_t v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
+
 // Brings the 128-byte line of a global address into L2; harmless for data that another kernel is still to write.
 __device__ __forceinline__ void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));

@@ -7,6 +7,8 @@
 //     nothing is written to global memory: the previous call may still use the workspace.
 #pragma once
 
+#include <cstdint>
+
 namespace hpc {
 
 // Returns when the predecessor in the stream has ended and its writes are visible. Without PDL it returns at once.
@@ -17,6 +19,15 @@ __device__ __forceinline__ void pdl_wait() {
 // Lets the successor in the stream start when every CTA of this kernel has called it or exited.
 __device__ __forceinline__ void pdl_trigger() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Lets so many clock cycles go by.
+__device__ __forceinline__ void pause(uint32_t cycles) {
+  uint32_t from, now;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(from));
+  do {
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
+  } while (now - from < cycles);
 }
 
 }  // namespace hpc

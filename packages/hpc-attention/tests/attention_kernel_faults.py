@@ -29,6 +29,12 @@ GROUPS = replace(SMALL, lengths=(300, 200, 0, 450), num_q_heads=16, num_kv_heads
 GROUPS_OF_FOUR = replace(GROUPS, lengths=(400, 0, 400), num_ctas=4)
 # The same behind a pair that is cut.
 GROUPS_CUT = replace(GROUPS, lengths=(1100, 330, 140, 129), num_ctas=3)
+# Long runs: of CTAs that ask for more than half of their ring before the wait.
+RUNS = {
+    "long runs": replace(LONG, lengths=(1300, 1100, 40, 700), num_ctas=2),
+    "long runs, e4m3": replace(LONG, lengths=(2500, 3000, 70, 1111), kv_dtype=FP8, num_q_heads=4, q_len=2, num_ctas=3),
+    "heads abreast, behind a cut pair": GROUPS_CUT,
+}
 
 # One (request, KV head), whose pieces are a cluster's.
 ALONE = replace(LONG, lengths=(2100,), num_q_heads=5, kv_dtype=FP8, num_ctas=16)
@@ -134,6 +140,11 @@ FAULTS = {
         "decode_feed.cuh", "(all ? 0 : p_.q_len)", "0",
         replace(LONG, lengths=(576,), num_q_heads=1, q_len=8, num_ctas=9),
     ),
+    "a first slice reaches into the next piece": Fault(
+        "decode_feed.cuh", "kTileTokens * (run.tile + run.count)", "high",
+        replace(LONG, lengths=(300, 250, 190), num_ctas=2)),
+    "a short piece's first slice is asked for by all": Fault(
+        "decode_feed.cuh", "run.tile == 0 && high <= Row::kSoloSlices * kTokens", "false", SOLOS),
     "the second slice is of the first one's page": Fault(
         "decode_feed.cuh", "__shfl_sync(kAllLanes, ids_[0], index_)", "__shfl_sync(kAllLanes, ids_[0], 0)", LONG
     ),

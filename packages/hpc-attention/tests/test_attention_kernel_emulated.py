@@ -32,13 +32,13 @@ from attention_kernel_faults import (  # noqa: E402
     ALONE,
     FAULTS,
     GROUPS,
-    GROUPS_CUT,
     HEADS,
     LATER,
     LONG,
     MANY,
     PAIRS,
     RACES,
+    RUNS,
     SMALL,
     SMALL_PAGES,
     SOLOS,
@@ -189,7 +189,7 @@ def run(kernels: Emulated, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return result
 
 
-PROBLEMS = {
+PROBLEMS = RUNS | {
     "bf16": SMALL,
     "fp16": replace(SMALL, q_dtype=FP16),
     "e4m3": replace(SMALL, kv_dtype=FP8),
@@ -234,7 +234,6 @@ PROBLEMS = {
     "many pieces a CTA, 16 rows": replace(MANY, lengths=MANY.lengths[::2], kv_dtype=FP8, num_q_heads=32),
     "heads abreast, by fours": replace(GROUPS, lengths=(400, 0, 400), num_ctas=4),
     "heads abreast, by eights": replace(GROUPS, kv_dtype=BF16, q_len=2),
-    "heads abreast, behind a cut pair": GROUPS_CUT,
     "heads abreast, three": replace(GROUPS, num_kv_heads=3, num_q_heads=6, v_scale="float"),
     "heads abreast, more than a block of slices": replace(GROUPS, lengths=(2300,), num_ctas=2, page_size=32),
     "heads one by one, for they have sinks": replace(GROUPS, sinks=True, k_scale="head", v_scale="head"),

@@ -83,6 +83,17 @@ constexpr int decode_early_slices(int stages) {
   return (stages + 1) / 2;
 }
 
+// A CTA with so many tiles asks for half as much again before the wait, by half of its warps, but where pairs are split
+// not at once: values of a warp's first slice so many cycles behind its keys, the second slices so many behind these.
+// What is asked for in one go stands in front of what is waited for: behind 64 KB of its own SM a load takes 3,000
+// cycles, and 400 else.
+struct DecodePace {
+  int32_t least_tiles, values, second;
+};
+constexpr DecodePace decode_pace(KvKind kv) {
+  return kv == KvKind::kE4m3 ? DecodePace{16, 1000, 1000} : DecodePace{8, 700, 1400};
+}
+
 // Registers of a thread. Those of one row tile, and of two in teams, leave an SM room for two CTAs of the combine
 // kernel (128 threads of 80 registers) beside the attention kernel's, so that the next call can start as this one's
 // CTAs end; 216 leave room for one.

@@ -55,6 +55,9 @@ class DecodeWorker {
   static constexpr bool kQuickStart = kSolos;
   // Whether of a team's first slice keys alone are asked for before the wait: values are wanted much later.
   static constexpr bool kKeysFirst = kTeams && kRowTiles == 4 && kKind == KvKind::kE4m3;
+  // Whether a CTA with many tiles asks for more before the wait: see decode_pace().
+  static constexpr DecodePace kPace = decode_pace(kKind);
+  static constexpr bool kPaced = kQuickStart && kStages == 2 && kDim == 128 && kCluster == 1;
   static constexpr bool kGroups = kRowTiles > 1;  // whether there can be several row groups
   using Ring = typename Feed::Ring;
   __device__ __forceinline__ DecodeWorker(const DecodeParams& p, char* smem, const ClusterRun& own = {})
@@ -72,10 +75,10 @@ class DecodeWorker {
         own_(p, base_, first_row_, warp_, lane_),
         cluster_(p, base_ + kSmem.cluster, cluster_full(), own) {}
 
-  // cta: row of the plan; run: that row, and `after` the next one (but of the `last` its own), which have been asked
-  // for before anything else.
-  __device__ __forceinline__ void run(int32_t cta, const DecodeCta& run, const DecodeCta& after, bool last) {
-    const RunOrder order = kQuickStart ? run_order(run, after, p_.batch_invariant) : RunOrder{run, {}};
+  // cta: row of the plan; run: that row, and `after` the next one (but of the `last` its own), and the plan's split
+  // pairs have been asked for before anything else.
+  __device__ __forceinline__ void run(int32_t cta, const DecodeCta& run, const DecodeCta& after, bool last,
+                                      int32_t splits) {
     // A plan that the kernel just before may have written is not touched before the wait. Otherwise the combine kernel
     // may start when every CTA of this one has: it waits for this kernel's end, and this one for what came before. Its
     // CTAs then find all SMs alike and spread over them, and the next call's CTAs can enter as these leave.
@@ -92,6 +95,7 @@ class DecodeWorker {
     cluster_.begin();
     Ring ring(base_ + kSmem.rings + worker_ * Ring::kBytes);
     Feed feed(p_, pieces_, warp_, lane_, own_.scales_);
+    const RunOrder order = kQuickStart ? run_order(run, after, p_.batch_invariant) : RunOrder{run, {}};
     typename Feed::Lead lead = {};
     if (kQuickStart) {
       lead = feed.ask(order.first, !kAbreast || order.rest.count > 0 ? 0 : log_first_group(run, after, last, p_));
@@ -114,12 +118,15 @@ class DecodeWorker {
     // row groups get the same slices from L2: there a team waits for its own instructions.
     const bool early_keys = p_.row_groups == 1;
     typename Feed::Slice following;
+    const bool paced = kPaced && p_.early_slices == 1 && order.first.count >= kPace.least_tiles;
+    const int32_t early = p_.early_slices + (paced && warp_ >= kDecodeWarps / 2);
+    const bool pauses = paced && splits > 0;
+    if (kQuickStart && feed.push_first(ring, lead, waited, pauses ? kPace.values : 0)) {
+      ring.advance();
+      step = 1;
+    }
     if (kQuickStart && feed.take(lead, 2 * cta + (order.rest.count > 0), piece_)) {
       known = true;
-      if (feed.push_first(ring, piece_, waited)) {
-        ring.advance();
-        step = 1;
-      }
       if (warp_ == 1 || piece_.log_group() > 0) touch_query(piece_);
       index = piece_.number();
       slice = piece_.first(worker_);
@@ -127,12 +134,13 @@ class DecodeWorker {
       unread = slice < end;
       own_.begin(piece_.high, piece_.limit);
     }
+    if (pauses && early > step && step > 0) pause(kPace.second);
 #pragma unroll 1
     for (;;) {
       if (chores) {
         const int32_t epoch = index < 0 ? -1 : index / kDecodeEpoch;
         if (warp_ == 0 && (!kQuickStart || listed) && pieces_.stale(epoch)) pieces_.refill(epoch);
-        if (!kQuickStart || listed || step >= p_.early_slices || !feed.leads()) {
+        if (!kQuickStart || listed || step >= early || !feed.leads()) {
           const bool lists = !listed;
           if (lists) {
             __syncthreads();
@@ -153,7 +161,7 @@ class DecodeWorker {
             }
           }
           feed.prepare(max(index, 0));
-          const bool waits = !waited && (halved || step >= p_.early_slices || !feed.is_old());
+          const bool waits = !waited && (halved || step >= early || !feed.is_old());
           const bool asks = kQuickStart && unread && (waits || (lists && waited));
           const char* row =
               asks ? query_row<kKind, kDim>(p_, piece_.request, piece_.kv_head, min(g_, p_.rows - 1)) : nullptr;
@@ -180,7 +188,7 @@ class DecodeWorker {
           // Before many more slices are asked for, all of the query is.
           if (kTeams && !kKeysFirst && waits && pieces_[0].count >= 2 * kStages * kWorkers) __syncthreads();
           if (warp_ == kDecodeWarps - 1 && !touched && feed.final()) {
-            touch_plan(cta, max(index, 0) / kDecodeEpoch);
+            pieces_.touch(cta, max(index, 0) / kDecodeEpoch, lane_);
             touched = true;
           }
           chores = !waited || (pushes && feed.ended());
@@ -230,18 +238,6 @@ class DecodeWorker {
   }
 
  private:
-  // The next layer's call begins with the same rows of the same plan and page table. The caches' flood may have driven
-  // them from L2: brings them back while nothing waits for them.
-  __device__ __forceinline__ void touch_plan(int32_t cta, int32_t epoch) {
-    const int32_t pieces = pieces_.known(epoch).pieces;
-    if (pieces == 0 || pieces > kDecodePieces) return;  // else the first one's row is another's
-    const Row piece = pieces_[0];
-    const int32_t page = min(piece.begin * kTokens, p_.capacity - 1) >> p_.page_shift;
-    const void* lines[4] = {p_.ctas + cta, p_.requests + piece.request, p_.header,
-                            p_.page_table + piece.request * p_.page_table_stride + page};
-    if (lane_ < 4) prefetch_l2(lane_ == 0 ? lines[0] : (lane_ == 1 ? lines[1] : (lane_ == 2 ? lines[2] : lines[3])));
-  }
-
   __device__ __forceinline__ uint32_t query_full(int32_t slot) const { return base_ + kSmem.walk + slot * 8; }
   __device__ __forceinline__ uint32_t merge_free() const { return query_full(kQueryBarriers); }
   __device__ __forceinline__ uint32_t cluster_full() const { return query_full(kQueryBarriers + 1); }
@@ -577,10 +573,11 @@ __device__ __forceinline__ void run_decode(const DecodeParams& p) {
   const int32_t none = static_cast<int32_t>(threadIdx.x) / kDecodeThreads;
   if constexpr (kCluster > 1) {
     const ClusterRun own = cluster_run<kCluster>(p, block, none);
-    Worker(p, smem, own).run(own.cta, own.run, {}, false);
+    Worker(p, smem, own).run(own.cta, own.run, {}, false, 0);
   } else {
-    const DecodeCta run = p.ctas[cta + none], after = p.ctas[min(cta + 1, last) + none];
-    Worker(p, smem).run(cta, run, after, cta == last);
+    const DecodeCta run = load_row(p.ctas[cta + none]), after = load_row(p.ctas[min(cta + 1, last) + none]);
+    const int32_t splits = Worker::kPaced ? ld_global32(&p.header->num_splits) : 0;
+    Worker(p, smem).run(cta, run, after, cta == last, splits);
   }
 }
 

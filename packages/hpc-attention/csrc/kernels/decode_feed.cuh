@@ -11,6 +11,7 @@
 #include "decode_slice.cuh"
 #include "hpc/fifo.cuh"
 #include "hpc/mbarrier.cuh"
+#include "hpc/pdl.cuh"
 
 namespace hpc::attention {
 
@@ -87,14 +88,22 @@ class Feed {
     return true;
   }
 
-  // Asks for the first slice in the shortest way, where it is as most are: in one page, all of its tokens seen, none of
-  // them this step's unless `all` may be read. False: it is left to push(ring).
-  __device__ __forceinline__ bool push_first(const Ring& ring, const Row& first, bool all) {
-    const int32_t place = worker_ >> first.log_group();
-    const int32_t token = first.begin * Row::kUnit + place * kTokens + own_;
-    if (count_ <= 0 || log_ids_ > 0 || p_.per_token_scale) return false;
-    if (token < low_ || token + kOwn > min(limit(), high_ - (all ? 0 : p_.q_len))) return false;
-    push(ring, slice_at(token));
+  // Asks for the first slice before anything else is made of what ask() brought, where it is as most are: in one page,
+  // all of its tokens seen, none of them this step's unless `all` may be read, of a piece that take() will take. False:
+  // it is left to push(ring). Values are asked for `pace` cycles behind keys.
+  __device__ __forceinline__ bool push_first(const Ring& ring, const Lead& lead, bool all, int32_t pace) {
+    const DecodeCta& run = lead.run;
+    if (run.count == 0 || p_.batch_invariant || log_ids_ > 0 || p_.per_token_scale || p_.window > 0) return false;
+    const int32_t log_group = kAbreast ? lead.log_group : 0;
+    const int32_t token = run.tile * kTileTokens + (worker_ >> log_group) * kTokens;
+    const int32_t high = min(lead.request.seq_len, p_.capacity);
+    if (run.tile == 0 && high <= Row::kSoloSlices * kTokens) return false;
+    if (token + kTokens > min(kTileTokens * (run.tile + run.count), high - (all ? 0 : p_.q_len))) return false;
+    kv_head_ = run.kv_head + (worker_ & ((1 << log_group) - 1));
+    const uint32_t id = min(__shfl_sync(kAllLanes, lead.id, 0), p_.last_page);
+    copy_page(ring.at(), first_row(p_.k, id, token), first_row(p_.v, id, token), fresh_lane(), pace);
+    cp_async_commit();
+    index_ = 1;
     return true;
   }
 
@@ -271,7 +280,8 @@ class Feed {
   }
 
   // Copies a slice all of whose tokens are seen. k, v: where this lane's first rows lie.
-  __device__ __forceinline__ void copy_page(uint32_t shared, const char* k, const char* v, uint32_t lane) const {
+  __device__ __forceinline__ void copy_page(uint32_t shared, const char* k, const char* v, uint32_t lane,
+                                            int32_t pace = 0) const {
     const uint32_t keys = shared + Layout::fill_from(false, lane);
     const uint32_t values = shared + Layout::kValuesAt + Layout::fill_from(true, lane);
 #pragma unroll
@@ -279,6 +289,7 @@ class Feed {
       cp_async16(Layout::fill_of(false, keys, i), k);
       k += static_cast<int64_t>(p_.k.token_stride) * (16 * Layout::kRows);
     }
+    if (pace > 0) pause(pace);
 #pragma unroll
     for (int i = 0; i < kFills; ++i) {
       cp_async16(Layout::fill_of(true, values, i), v);

@@ -112,6 +112,12 @@ __device__ __forceinline__ Row piece_row(const DecodePiece& piece, const DecodeR
   return row;
 }
 
+// A row of the map, word by word: of four words that are loaded as one ptxas moves some elsewhere at once, and so waits
+// for them before anything else.
+__device__ __forceinline__ DecodeCta load_row(const DecodeCta& row) {
+  return {ld_global32(&row.request), ld_global32(&row.kv_head), ld_global32(&row.tile), ld_global32(&row.count)};
+}
+
 // log2 of the pieces of a group, where `more` whole pieces like the first can follow it.
 __device__ __forceinline__ int32_t log_group_of(int32_t more) {
   return more >= 7 ? 3 : (more >= 3 ? 2 : (more >= 1 ? 1 : 0));
@@ -239,6 +245,18 @@ class PieceList {
   __device__ __forceinline__ Known known(int32_t epoch) const { return state_.known[(epoch + 1) & 1]; }
 
   __device__ __forceinline__ const Row& operator[](int32_t index) const { return pieces_[index & (kDecodePieces - 1)]; }
+
+  // The next layer's call begins with the same rows of the same plan and page table. The caches' flood may have driven
+  // them from L2: brings them back while nothing waits for them.
+  __device__ __forceinline__ void touch(int32_t cta, int32_t epoch, int32_t lane) const {
+    const int32_t pieces = known(epoch).pieces;
+    if (pieces == 0 || pieces > kDecodePieces) return;  // else the first one's row is another's
+    const Row piece = pieces_[0];
+    const int32_t page = min(piece.begin * kTokens, p_.capacity - 1) >> p_.page_shift;
+    const void* lines[4] = {p_.ctas + cta, p_.requests + piece.request, p_.header,
+                            p_.page_table + piece.request * p_.page_table_stride + page};
+    if (lane < 4) prefetch_l2(lane == 0 ? lines[0] : (lane == 1 ? lines[1] : (lane == 2 ? lines[2] : lines[3])));
+  }
 
  private:
   // log2 of the pieces of the group that begins with a piece of `tiles` tiles, `left` behind it in the run: whole pairs

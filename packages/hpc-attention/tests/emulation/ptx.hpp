@@ -28,8 +28,12 @@ inline void pdl_wait() {
   emulation::wait_for_predecessor();
 }
 inline void pdl_trigger() {}
+inline void pause(uint32_t) {}
 
 inline void prefetch_l2(const void*) {}
+inline int32_t ld_global32(const int32_t* from) {
+  return *from;
+}
 
 // cluster.cuh
 inline uint32_t cluster_rank() {
