@@ -260,15 +260,6 @@ def test_config_rules() -> None:
     assert make(num_tokens=1089, top_k=8, **{**narrow, "num_sms": 0}).panel_columns == 4096
     assert make(num_tokens=1089, top_k=8, **{**narrow, "quant": "none"}).panel_columns == 4096
     assert make(num_tokens=4096, top_k=8, batch_invariant=True, **narrow).panel_columns == 4096
-    # y in 10 bits a value from more than 128 rows an expert on; per tensor where I is small or an expert has 400.
-    wide = {**narrow, "num_local_experts": 24, "num_experts": 24, "intermediate": 1536}
-    for quant, compact in (("block", [False, True, True]), ("tensor", [False, False, True]), ("none", [False] * 3)):
-        calls = [make(num_tokens=tokens, top_k=8, **{**wide, "quant": quant}) for tokens in (384, 512, 1200)]
-        assert [each.compact for each in calls] == compact
-    assert make(num_tokens=4096, top_k=8, **{**narrow, "quant": "tensor"}).compact
-    assert not make(num_tokens=4096, top_k=8, batch_invariant=True, **narrow).compact
-    assert not make(num_tokens=4096, top_k=8, **{**narrow, "hidden": 128}).compact  # nothing to gain
-    assert not make(num_tokens=4096, top_k=8, **{**narrow, "num_sms": 0}).compact
     assert make(num_tokens=0, top_k=8, **sizes).layout.bytes == 0
     assert make(num_tokens=9, top_k=8, **{**sizes, "intermediate": 192}).act_group == 64
 

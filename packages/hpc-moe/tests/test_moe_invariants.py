@@ -190,7 +190,7 @@ def test_config_sizes_hold_together(problem: dict[str, Any], num_sms: int) -> No
         "x_scale": config.chunk_tokens * hidden // 32 if own_x and block else 0,
         "h": rows * inter * (2 if config.h_is_bf16 else 1),
         "h_scale": 4 * rows * inter // config.act_group if block and not config.h_is_bf16 else 0,
-        "y": rows * (-(-hidden // 256) * 320 if config.compact else 2 * config.panel_columns),
+        "y": 2 * rows * config.panel_columns,
     }
     spans = sorted((getattr(config.layout, name), need) for name, need in needs.items() if need)
     assert all(begin % 256 == 0 for begin, _ in spans)
@@ -207,7 +207,7 @@ def test_every_rank_takes_the_regime_of_a_single_rank(problem: dict[str, Any], r
     problem["num_experts"] = problem["num_local_experts"] * ranks
     one = {**problem, "num_local_experts": problem["num_experts"]}
     part, whole = hpc_moe._C.make_config(**problem), hpc_moe._C.make_config(**one)
-    fields = ("regime", "rule", "act_group", "h_is_bf16", "x_in_workspace", "chunk_tokens", "exact", "compact")
+    fields = ("regime", "rule", "act_group", "h_is_bf16", "x_in_workspace", "chunk_tokens", "exact")
     assert [getattr(part, name) for name in fields] == [getattr(whole, name) for name in fields]
 
 

@@ -72,13 +72,6 @@ FAULTS = {
     # A warp's copy of up rows is gate's; its rows of h beyond the first round are the first's.
     25: ("up = part % 2;", "up = emulation::fault == 25 ? 0 : part % 2;"),
     26: ("k * 128, tile_row + row)", "k * 128, tile_row + (emulation::fault == 26 ? row % 32 : row))"),
-    # Compact rows of y: the pieces' fifth words change places; a bit of the scale is lost; the tensor's scale is
-    # left out; the rows of K's first stage are all of it; a row is stored that nobody has.
-    38: ("lane % 16 / 4 * 4;", "(emulation::fault == 38 ? lane % 16 / 4 ^ 1 : lane % 16 / 4) * 4;"),
-    39: ("fifth << 8 & 0x00FE0000", "fifth << 8 & (emulation::fault == 39 ? 0x007E0000 : 0x00FE0000)"),
-    40: ("T::kTensor ? task.scale", "T::kTensor && emulation::fault != 40 ? task.scale"),
-    42: ("if (live > 1)", "if (live > (emulation::fault == 42 ? 0 : 1))"),
-    41: ("uniform(k * (T::kWidth", "uniform((emulation::fault == 41 ? 0 : k) * (T::kWidth"),
     11: ("weight_scales[first + m]", "weight_scales[emulation::fault == 11 ? 0 : first + m]"),
 }
 ROUTING = (6, 7)
@@ -136,7 +129,6 @@ CASES = (
     "block,30,1,2,640,64,2,random,0,128,clusters",
     "tensor,270,1,2,384,192,2,one,0,128,even",
     "tensor,300,2,3,256,256,4,random,0,128,even",
-    "tensor,300,2,3,1024,192,2,random,0,96,even",
     # Tasks of three units.
     "tensor,270,1,2,256,192,2,one,0,96,even",
     "tensor,300,2,3,384,192,4,random,0,96,even",
@@ -229,6 +221,6 @@ def test_a_planted_fault_is_found(program: pathlib.Path, fault: int) -> None:
     cases = (CASES[0], CASES[6], CASES[8], CASES[12], *FAULTY, "block,75,1,2,256,128,2,one,0,128")
     if fault == 34:
         cases = ("block,40,2,3,256,192,2,random,0,32",)
-    elif fault in (31, 32, 33):
+    elif fault > 30:
         cases = CASES[:1]
     assert run(program, fault, *cases).returncode == 1

@@ -64,7 +64,6 @@ void bind_config(nb::module_& module) {
       .def_ro("down_grid", &Config::down_grid)
       .def_ro("panel_columns", &Config::panel_columns)
       .def_ro("few", &Config::few)
-      .def_ro("compact", &Config::compact)
       .def_ro("exact", &Config::exact)
       .def_ro("guess", &Config::guess)
       .def_ro("index_ctas", &Config::index_ctas)

@@ -66,16 +66,6 @@ constexpr int32_t kPanelGranule = 256;  // columns: a pair of down's units
 constexpr int64_t kLowAgainBytes = 32 << 20, kLowAgainPairs = 512;
 constexpr int64_t kFewActivations = 1 << 18, kFewOfFewColumns = 1 << 20, kFewColumns = 16 << 10;
 
-// kLarge: y, which crosses memory there, in 10 bits a value (kernels/compact.cuh); by tensor where down's rows of M are
-// few (I of kKeptColumns at most) or well filled (so many rows an expert, on average) and it need not promote.
-constexpr int64_t kCompactRows = 400;
-constexpr int32_t kCompactColumns = 1536;  // of I that down sums on the tensor core alone
-
-// Bytes of a row of it: whole lines of 128.
-HPC_HD constexpr int64_t compact_row_bytes(int64_t hidden) {
-  return ((hidden + 255) / 256 * 320 + 127) / 128 * 128;
-}
-
 enum class Quant : int32_t { kNone = 0, kBlock = 1, kTensor = 2 };
 
 // kLow: few rows an expert; weights stream through registers, routing is found in the gate-up kernel's prologue.
@@ -110,7 +100,7 @@ struct Layout {
   int64_t h_q;           // e4m3 [chunk_rows, I], where h_quantised
   int64_t h_scale;       // fp32 [chunk_rows, I / act_group], where quant is kBlock and h is e4m3 or h_quantised
   int64_t y;             // bf16 [chunk_rows, panel_columns]: down's rows before the reduction, undefined after it
-                         // (discard); where compact, compact_row_bytes() each
+                         // (discard)
   int64_t bytes;         // of the whole workspace
 };
 
@@ -134,7 +124,6 @@ struct Config {
   bool down_clusters;     // the down kernel's
   bool short_rows;        // down: the kernel for rows of w2 of kShortColumns, a task a stage
   int32_t kept_pairs;     // down: pairs of 128 columns of H for which rows of h stay in shared memory; 0: they do not
-  bool compact;           // y is kept in 10 bits a value, and down's tokens are M
   bool discard;           // the reduction drops y from L2 once read
   int32_t panel_columns;  // of H, for which down and the reduction run; the last panel has no more. H: one panel
   bool exact;             // gate-up's sums are fp32, not the tensor core's of e4m3 products
@@ -190,7 +179,7 @@ inline Layout make_layout(const Problem& p, const Config& c) {
   l.h = take(c.chunk_rows * p.intermediate * (c.h_is_bf16 ? 2 : 1));
   l.h_q = take(c.h_quantised ? c.chunk_rows * p.intermediate : 0);
   l.h_scale = take(block && (!c.h_is_bf16 || c.h_quantised) ? c.chunk_rows * (p.intermediate / c.act_group) * 4 : 0);
-  l.y = take(c.chunk_rows * (c.compact ? compact_row_bytes(p.hidden) : c.panel_columns * int64_t{2}));
+  l.y = take(c.chunk_rows * c.panel_columns * 2);
   l.bytes = p.tokens == 0 ? 0 : end;
   return l;
 }
@@ -304,7 +293,7 @@ inline Config make_config(const Problem& p) {
   const bool share = c.regime == Regime::kLarge && p.quant != Quant::kNone && !c.exact;
   const bool even = c.rule.even || average_tiles(p, c.chunk_rows) % 2 == 0;
   c.up_clusters = share && c.up_grid > 1 && (p.intermediate / 128 > 1 || even);
-  c.down_clusters = share && c.down_grid > 1 && p.hidden >= 256;
+  c.down_clusters = share && c.down_grid > 1;
   // Weights as M, by block: CTAs of a cluster share scale groups of single units.
   const bool exchange = !low && p.quant == Quant::kBlock && c.act_group == 128 && !tokens_are_m(c.rule);
   if (exchange && c.up_grid % 2 && p.num_sms > 1) c.up_grid += c.up_grid < p.num_sms ? 1 : -1;
@@ -313,10 +302,8 @@ inline Config make_config(const Problem& p) {
   c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 2048 ? kIndexCluster : 1);
   // With at least 5 rows an expert on average nearly all have rows: the first tasks are known before the index is.
   c.guess = c.regime == Regime::kMid && c.chunk_rows >= 5 * static_cast<int64_t>(p.num_experts);
-  const bool filled = p.intermediate <= kKeptColumns || c.chunk_rows >= kCompactRows * p.num_experts;
-  const bool tensor = p.quant == Quant::kTensor && p.intermediate <= kCompactColumns && filled;
-  c.compact = c.down_clusters && (tokens_are_m(c.rule) || tensor);
-  if (c.compact && c.act_group == 64 && p.intermediate <= kKeptColumns) {
+  if (c.down_clusters && tokens_are_m(c.rule) && c.act_group == 64 && p.intermediate <= kKeptColumns &&
+      p.hidden >= 256) {
     for (c.kept_pairs = kKeptPairs; p.hidden / 256 % c.kept_pairs; --c.kept_pairs) {
     }
   }
@@ -331,8 +318,7 @@ inline Config make_config(const Problem& p) {
 // Bytes that a call of any number of tokens up to p.tokens finds enough. Within a regime and a tile rule the size grows
 // with the chunk; the largest low call may need more than the smallest mid one (a bf16 activation), the last of narrow
 // tiles more than the first of wider ones, that of an odd number of tiles more than the next, those of triples more
-// than the next, and chunks end at kChunkTokens. Panels and compact rows only need less than a CPU's call of as many
-// tokens.
+// than the next, and chunks end at kChunkTokens. Panels only need less than a CPU's call of as many tokens.
 inline int64_t max_workspace_bytes(const Problem& p) {
   Problem at = p;
   const int64_t largest = p.tokens < kChunkTokens ? p.tokens : kChunkTokens;

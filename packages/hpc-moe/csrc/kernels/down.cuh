@@ -1,12 +1,11 @@
 // Down kernel, third of the four: y = h * w2^T for every row, bf16; grouped_gemm.cuh has the plan.
 //
-// Reads h (rows of an expert are neighbours), w2, scales. Writes y [rows, H], in clusters with tokens as M compact;
-// weighting and summing are the reduction's. The tensor map puts weight row 32 w + 4 g + 2 m + h of a unit of 128 at
-// shared row 64 m + 16 w + 8 h + g: a thread (warp w, lane group g) then has four neighbouring columns 32 w + 4 g of
-// each of its tokens, and stores 8 bytes at once (64 neighbouring bytes a token over the warp).
+// Reads h (rows of an expert are neighbours), w2, scales. Writes y [rows, H]; weighting and summing are the
+// reduction's. The tensor map puts weight row 32 w + 4 g + 2 m + h of a unit of 128 at shared row 64 m + 16 w + 8 h +
+// g: a thread (warp w, lane group g) then has four neighbouring columns 32 w + 4 g of each of its tokens, and stores 8
+// bytes at once (64 neighbouring bytes a token over the warp).
 #pragma once
 
-#include "kernels/compact.cuh"
 #include "kernels/grouped_produce.cuh"
 
 namespace hpc::moe {
@@ -37,53 +36,35 @@ struct DownEpilogue {
   }
 };
 
-// Where tokens are M: four lanes have a unit's columns of two rows of each block, 8 neighbouring ones a thread and
-// store: 32 i + 8 t + 2 j + c (i, j < 4), which the map puts at shared row 32 i + 8 j + 2 t + c. In clusters y is
-// compact (compact.cuh).
+// By block, where tokens are M: four lanes have a unit's columns of two rows of each block, 8 neighbouring ones a
+// thread and store: 32 i + 8 t + 2 j + c (i, j < 4), which the map puts at shared row 32 i + 8 j + 2 t + c.
 template <class T>
 struct DownTokens {
-  static constexpr bool kCompact = T::kClusters;
-  static_assert(T::kBlock || kCompact);
+  static_assert(T::kBlock);
   using Smem = typename T::Smem;
   static __device__ __forceinline__ void prepare(const GemmParams&, Smem&) {}
 
   template <int kBlocks>
   static __device__ __forceinline__ void run(const GemmParams& p, Smem&, const TurnTask& task, int first_unit,
                                              const TokenBlocks& at, int, float (&acc)[kBlocks][64]) {
-    const int t = threadIdx.x % 4, first_row = task.row;  // read before anything is stored
-    const float scale = T::kTensor ? task.scale : 1.0f;
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = at.rows[0] + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h;
-      if constexpr (kCompact) {
-        CompactPieces pieces[kBlocks];
+    for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-          float v[32];
-#pragma unroll
-          for (int i = 0; i < 32; ++i) v[i] = acc[b][i / 2 * 4 + i % 2 + 2 * h];
-          pieces[b] = compact_pieces(v, scale);
-        }
-        const int even = row & ~1;
-        const int64_t row_bytes = compact_row_bytes(p.out_columns);
-        store_compact(static_cast<uint8_t*>(p.out) + (first_row + even) * row_bytes, row_bytes, at.live - even,
-                      p.out_columns, first_unit + at.unit[0], pieces);
-      } else {
+      for (int h = 0; h < 2; ++h) {
+        const int row = at.rows[b] + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * h;
         if (row >= at.live) continue;
+        auto* out = static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(task.row + row) * p.out_columns +
+                    (first_unit + at.unit[b]) * 128 + lane % 4 * 8;
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-          auto* out = static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(first_row + row) * p.out_columns +
-                      (first_unit + at.unit[b]) * 128 + t * 8;
+        for (int i = 0; i < 4; ++i) {
+          __nv_bfloat162 eight[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            __nv_bfloat162 eight[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              const float* v = &acc[b][4 * (4 * i + j) + 2 * h];
-              eight[j] = __floats2bfloat162_rn(v[0], v[1]);
-            }
-            *reinterpret_cast<uint4*>(out + 32 * i) = *reinterpret_cast<const uint4*>(eight);
+          for (int j = 0; j < 4; ++j) {
+            const float* v = &acc[b][4 * (4 * i + j) + 2 * h];
+            eight[j] = __floats2bfloat162_rn(v[0], v[1]);
           }
+          *reinterpret_cast<uint4*>(out + 32 * i) = *reinterpret_cast<const uint4*>(eight);
         }
       }
     }
@@ -100,11 +81,11 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
 }
 
 // kKept: K of at most kKeptStages stages, rows of h stay for several pairs of units.
-template <Quant kQuant, bool kHalf, bool kClusters, bool kKept = false>
+template <bool kHalf, bool kClusters, bool kKept = false>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     down_tokens_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap h_map,
                        const __grid_constant__ GemmParams p) {
-  using T = Traits<Gemm::kDown, kQuant, kHalf, kMaxWidth, false, true, kClusters, kKept>;
+  using T = Traits<Gemm::kDown, Quant::kBlock, kHalf, kMaxWidth, false, true, kClusters, kKept>;
   run_gemm<T, false, DownTokens<T>>(&map, &h_map, p);
 }
 

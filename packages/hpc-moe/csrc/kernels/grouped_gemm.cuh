@@ -1,5 +1,5 @@
 // Grouped GEMM of the experts, second (gate-up) and third (down) of the four kernels: weights as M, tokens as N;
-// or, by block in larger calls and where y is compact, tokens as M (grouped_tokens.cuh).
+// or, by block in larger calls, tokens as M (grouped_tokens.cuh).
 //
 // Grid: one CTA an SM, persistent. 384 threads:
 //   warps 0-3, 4-7   two consumer warpgroups (grouped_consume.cuh); each has one unit of the task and multiplies two
@@ -58,8 +58,7 @@ constexpr int kOutRow = 64 + 16;  // bytes of a staged output row (64 e4m3), pad
 constexpr uint32_t kNoRow = ~0u;
 constexpr int kTurns = 8;                        // published tasks: more than producers can be ahead (a ring and one)
 constexpr int kKeptStages = kKeptColumns / 128;  // of K, of rows that are kept
-// Of K that the tensor core sums by itself (per tensor, down): off by 0.0015 in rms.
-constexpr int kDirectK = kCompactColumns;
+constexpr int kDirectK = 1536;  // of K that the tensor core sums by itself (per tensor, down): off by 0.0015 in rms
 
 // A task as its CTA sees it.
 struct TurnTask {

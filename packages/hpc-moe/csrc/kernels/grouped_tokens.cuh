@@ -4,7 +4,7 @@
 // differ. A thread then has two rows of B and a stage's scales are two numbers for 64 or 128 sums each, where weights
 // as M would need one for every fourth; and all columns of a row in four neighbouring lanes, so that the epilogue
 // needs no shared memory. Rows of B are multiplied 64 at a time: for experts with many, by block (per tensor weights as
-// M are as fast, and need less padding, but in down a thread must have a piece of a compact row).
+// M are as fast, and need less padding).
 #pragma once
 
 #include "kernels/grouped_consume.cuh"
@@ -85,47 +85,6 @@ __device__ __forceinline__ void multiply_tokens(const GemmParams& p, typename T:
   }
 }
 
-// The same without promotion (per tensor): the tensor core sums all of K. A stage is given back while the next is
-// multiplied.
-template <class T, int kBlocks>
-__device__ __forceinline__ void multiply_tokens_direct(const GemmParams& p, typename T::Smem& s, typename T::Ring& ring,
-                                                       const TokenBlocks& at, float (&acc)[kBlocks][64]) {
-  const uint32_t full = smem_address(s.full), back = back_address<T>(smem_address(s.empty));
-  const uint32_t stages = smem_address(s.stage) >> 4;
-#pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) acc[b][i] = 0.0f;
-    wgmma_fence(acc[b]);
-  }
-  uint32_t before = 0;  // the stage whose products may still be on their way
-  const auto run = [&]<int kSteps>(int k) {
-    arrived<T>(full, ring);
-    const uint32_t stage = ring.stage(), base = stages + uniform(stage * (T::kStageBytes >> 4));
-    const uint32_t rows = T::kKept ? uniform(k * (T::kWidth * 128 >> 4)) : base;
-    ring.advance();
-    wgmma_arrive();
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      multiply<WgmmaType::kE4m3, kSteps, true, 128>(acc[b], rows + at.a[b], base + at.b[b]);
-    }
-    wgmma_commit();
-    const uint32_t last = before;
-    before = stage;
-    if (k == 0) return;
-    wgmma_wait<1>();
-    give_back<T>(back + last * 8);
-  };
-  const int whole = p.k_bytes / 128;
-#pragma unroll 1
-  for (int k = 0; k < whole; ++k) run.template operator()<4>(k);
-  if (p.k_bytes % 128) run.template operator()<2>(whole);
-  wgmma_wait<0>();
-#pragma unroll
-  for (int b = 0; b < kBlocks; ++b) wgmma_fence(acc[b]);
-  give_back<T>(back + before * 8);
-}
-
 // In 16 bytes, with kLowBits: where the kept rows of B of a task lie, by the parity of the task.
 template <class T>
 __device__ __forceinline__ uint32_t kept_rows(typename T::Smem& s, int parity) {
@@ -186,11 +145,7 @@ __device__ __forceinline__ void consume_tokens(const GemmParams& p, typename T::
 #pragma unroll 1
       for (int pair = 0; pair < pairs; ++pair) {
         float acc[kBlocks][64];
-        if constexpr (T::kTensor) {
-          multiply_tokens_direct<T, kBlocks>(p, s, ring, at, acc);
-        } else {
-          multiply_tokens<T, kBlocks>(p, s, ring, at, acc);
-        }
+        multiply_tokens<T, kBlocks>(p, s, ring, at, acc);
         if (pair + 1 == pairs) give_rows_back<T>(s, turn % 2);
         Epilogue::template run<kBlocks>(p, s, task, task.unit + 2 * pair, at, group, acc);
       }

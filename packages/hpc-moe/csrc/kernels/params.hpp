@@ -54,7 +54,7 @@ struct GemmParams {
   int32_t w_scale_rows;    // kBlock: M blocks of an expert
   int32_t w_scale_cols;    // kBlock: K groups
   const float* act_scale;  // kTensor: [1], scale of the activations between the GEMMs
-  void* out;               // gate-up: h [rows, I]; down: y [rows, out_columns] bf16, or compact rows
+  void* out;               // gate-up: h [rows, I]; down: y [rows, out_columns] bf16
   float* out_scale;        // gate-up, kBlock: [rows, I groups]
   int32_t k_bytes;         // bytes of K: a row of B and of the weights
   int32_t pairs;           // down: pairs of units of a task for which rows of h are kept; 0: they are not
@@ -71,7 +71,7 @@ struct GemmParams {
 };
 
 struct ReduceParams {
-  const void* y;               // [rows, hidden] bf16, or compact rows (compact.cuh)
+  const void* y;               // [rows, hidden] bf16
   const int32_t* slot_to_row;  // [T * k]
   const float* topk_weights;   // [T, k]
   int64_t weight_token_stride;

@@ -122,8 +122,7 @@ void run_low(const Call& c, const Config& config, int num_sms, cudaStream_t stre
 // Down and the reduction of a chunk, panel after panel, all in the same place for y.
 void run_panels(const Call& c, const Config& config, const GemmParams& down, const ReduceParams& reduce,
                 const CUtensorMap& h_map, int num_sms, cudaStream_t stream) {
-  const bool half = c.quant == Quant::kBlock && config.act_group == 64,
-             as_m = config.compact || tokens_are_m(config.rule);
+  const bool half = c.quant == Quant::kBlock && config.act_group == 64, as_m = tokens_are_m(config.rule);
   const bool lines = reinterpret_cast<uintptr_t>(reduce.y) % 128 == 0;  // whole ones
   const int64_t rows = static_cast<int64_t>(c.num_local) * c.hidden;
   for (int32_t first = 0; first < c.hidden; first += config.panel_columns) {
@@ -138,9 +137,7 @@ void run_panels(const Call& c, const Config& config, const GemmParams& down, con
       launch_down(c.quant, half, map, h_map, panel_of(down, c.quant, first, columns), as_m, config.down_clusters,
                   config.rule.max_rows, config.down_grid, stream);
     }
-    if (c.kernels & 8u) {
-      launch_reduce(panel_of(reduce, first, columns), config.compact, config.discard && lines, num_sms, stream);
-    }
+    if (c.kernels & 8u) launch_reduce(panel_of(reduce, first, columns), config.discard && lines, num_sms, stream);
   }
 }
 

@@ -16,25 +16,20 @@ void launch_down_as(const CUtensorMap& map, const CUtensorMap& h_map, const Gemm
   config.grid = dim3(static_cast<unsigned>(grid));
   config.block = dim3(kGemmThreads);
   config.stream = stream;
-  if constexpr (kQuant != Quant::kNone) {
-    if (tokens && clusters) {
-      config.cluster = 2;
-      if constexpr (kHalf || kQuant == Quant::kTensor) {
+  if constexpr (kQuant == Quant::kBlock) {
+    if (tokens) {
+      if constexpr (kHalf) {
         if (p.pairs > 0) {
           config.smem_bytes = kGemmSmemBytes<kMaxWidth, true>;
-          launch(&down_tokens_kernel<kQuant, kHalf, true, true>, config, map, h_map, p);
+          config.cluster = 2;
+          launch(&down_tokens_kernel<kHalf, true, true>, config, map, h_map, p);
           return;
         }
       }
       config.smem_bytes = kGemmSmemBytes<kMaxWidth>;
-      launch(&down_tokens_kernel<kQuant, kHalf, true>, config, map, h_map, p);
-      return;
-    }
-  }
-  if constexpr (kQuant == Quant::kBlock) {
-    if (tokens) {
-      config.smem_bytes = kGemmSmemBytes<kMaxWidth>;
-      launch(&down_tokens_kernel<kQuant, kHalf, false>, config, map, h_map, p);
+      config.cluster = clusters ? 2 : 1;
+      clusters ? launch(&down_tokens_kernel<kHalf, true>, config, map, h_map, p)
+               : launch(&down_tokens_kernel<kHalf, false>, config, map, h_map, p);
       return;
     }
   }

@@ -24,8 +24,7 @@ void launch_down(Quant quant, bool half, const CUtensorMap& map, const CUtensorM
 void launch_down_short(Quant quant, const CUtensorMap& map, const CUtensorMap& h_map, const GemmParams& p, int widest,
                        int grid, cudaStream_t stream);
 
-// `compact`, `discard`: Config's.
-void launch_reduce(const ReduceParams& p, bool compact, bool discard, int num_sms, cudaStream_t stream);
+void launch_reduce(const ReduceParams& p, bool discard, int num_sms, cudaStream_t stream);
 
 // Tensor maps of the weights, with the row orders that kernels/gate_up.cuh and kernels/down.cuh describe.
 // `rows`: E * 2 I or E * H; `row_bytes`: of K.

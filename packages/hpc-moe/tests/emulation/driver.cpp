@@ -11,7 +11,6 @@
 #include <sstream>
 #include <string>
 
-#include "emulation.hpp"
 #include "kernels/down.cuh"
 #include "kernels/down_short.cuh"
 #include "layer.hpp"
@@ -22,9 +21,7 @@ struct Run : Layer {
   using Layer::Layer;
 
   template <Quant kQuant, bool kHalf>
-  int run_clusters(const CUtensorMap& up_map, const CUtensorMap& h_map) {
-    if (block || !c.promoted) make_compact();
-    const CUtensorMap down_map = map(false);
+  int run_clusters(const CUtensorMap& up_map, const CUtensorMap& down_map, const CUtensorMap& h_map) {
     GemmParams up = params(true), down = params(false);
     down.pairs = c.hidden / 256 % kKeptPairs ? 1 : kKeptPairs;
     const auto gate_up = [&] {
@@ -38,21 +35,20 @@ struct Run : Layer {
       }
     };
     const auto of_down = [&](const CUtensorMap& of, const GemmParams& p) {
-      constexpr bool kMayKeep = kHalf || kQuant == Quant::kTensor;
-      const bool kept = scale_block == 64 && c.hidden >= 256 && (tensor || c.promoted);
-      if (!compact) {
-        if constexpr (kQuant == Quant::kTensor) down_kernel<kQuant, kHalf, 128, false, true>(of, h_map, p);
-      } else if (kMayKeep && kept) {
-        down_tokens_kernel<kQuant, kHalf, true, kMayKeep>(of, h_map, p);
+      if constexpr (kQuant == Quant::kBlock) {
+        if (kHalf && c.promoted) return down_tokens_kernel<kHalf, true, kHalf>(of, h_map, p);
+        down_tokens_kernel<kHalf, true>(of, h_map, p);
+      } else if (c.promoted) {
+        down_kernel<kQuant, kHalf, 128, false, true>(of, h_map, p);
       } else {
-        down_tokens_kernel<kQuant, kHalf, true>(of, h_map, p);
+        down_kernel<kQuant, kHalf, 128, true, true>(of, h_map, p);
       }
     };
     emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, gate_up, true);
     int bad = check_h();
     emulation::run(static_cast<unsigned>(c.grid), kGemmThreads, [&] { of_down(down_map, down); }, true);
     bad += check_y() + check_out();
-    return compact ? bad : bad + check_panels(of_down, down, kQuant, true);
+    return bad + check_panels(of_down, down, kQuant, true);
   }
 
   template <Quant kQuant, bool kHalf, int kWidth>
@@ -62,7 +58,7 @@ struct Run : Layer {
     int bad = 0;
     constexpr bool kFp8 = kQuant != Quant::kNone;
     if constexpr (kFp8 && kWidth == 128) {
-      if (c.clusters) return run_clusters<kQuant, kHalf>(up_map, h_map);
+      if (c.clusters) return run_clusters<kQuant, kHalf>(up_map, down_map, h_map);
     }
     for (const int way : {0, 1}) {
       up.guess = way == 0 && static_cast<int>(tiles.size()) >= c.experts;
@@ -84,7 +80,7 @@ struct Run : Layer {
         if (!c.promoted) return down_kernel<kQuant, kHalf, kWidth, true>(of, h_map, p);
       }
       if constexpr (kQuant == Quant::kBlock) {
-        if (c.tokens_are_m) return down_tokens_kernel<kQuant, kHalf, false>(of, h_map, p);
+        if (c.tokens_are_m) return down_tokens_kernel<kHalf, false>(of, h_map, p);
       }
       down_kernel<kQuant, kHalf, kWidth, false>(of, h_map, p);
     };

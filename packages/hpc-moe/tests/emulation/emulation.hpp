@@ -121,23 +121,6 @@ inline float __int_as_float(int bits) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
-inline float __uint_as_float(uint32_t bits) {
-  return __int_as_float(static_cast<int>(bits));
-}
-inline uint32_t __float_as_uint(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selectors) {
-  const uint64_t all = uint64_t{b} << 32 | a;
-  uint32_t made = 0;
-  for (int i = 0; i < 4; ++i) made |= static_cast<uint32_t>(all >> (selectors >> 4 * i & 7) * 8 & 255) << 8 * i;
-  return made;
-}
-inline float __fdividef(float a, float b) {
-  return a / b;
-}
 inline float __expf(float x) {
   return std::exp(x);
 }

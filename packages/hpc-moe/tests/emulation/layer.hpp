@@ -2,7 +2,6 @@
 // it left, in double precision.
 #pragma once
 
-#include <array>
 #include <random>
 #include <string>
 
@@ -11,7 +10,7 @@
 #include "hpc/tma.cuh"
 #include "kernels/gate_up.cuh"
 #include "kernels/panels.hpp"
-#include "kernels/reduce_compact.cuh"
+#include "kernels/reduce.cuh"
 
 using namespace hpc::moe;
 using hpc::bf16_value;
@@ -29,7 +28,7 @@ struct Case {
 
 struct Layer {
   Case c;
-  bool block, tensor, compact = false;
+  bool block, tensor;
   int element, rows, scale_block;
   std::vector<uint8_t> x, w13, w2, h, y, out, shared;
   std::vector<float> x_scale, w13_scale, w2_scale, h_scale, weights;
@@ -74,7 +73,6 @@ struct Layer {
     w13_scale =
         random_scales(block ? size(c.experts, 2 * c.inter / scale_block, c.hidden / 128) : size(c.experts), 0.02f);
     w2_scale = random_scales(block ? size(c.experts, c.hidden / 128, c.inter / scale_block) : size(c.experts), 0.1f);
-    if (c.pick == "random") w2_scale[0] = 0;  // of a whole expert, or of a block
     weights = random_scales(size(rows), 1.0f);
     h.assign(size(rows, c.inter, element), 0xEE);
     h_scale.assign(size(rows, c.inter / scale_block), NAN);
@@ -148,7 +146,7 @@ struct Layer {
     const uint64_t k = static_cast<uint64_t>((up ? c.hidden : c.inter) * element);
     const uint64_t all = static_cast<uint64_t>(c.experts * (up ? 2 * c.inter : c.hidden) - first);
     const uint8_t* w = up ? w13.data() : panel_weights(w2.data(), static_cast<int64_t>(k), first);
-    if (c.tokens_are_m || (compact && !up)) {
+    if (c.tokens_are_m) {
       return up ? as_map({w, {k, 2, 4, 8, all / 64}, {1, k, 16 * k, 2 * k, 64 * k}, {128, 2, 4, 8, 1}})
                 : as_map({w, {k, 2, 4, 4, all / 32}, {1, k, 8 * k, 2 * k, 32 * k}, {128, 2, 4, 4, 4}});
     }
@@ -239,52 +237,12 @@ struct Layer {
     return bad;
   }
 
-  // Rows of y are compact from here on.
-  void make_compact() {
-    compact = true;
-    y.assign(static_cast<size_t>(rows * compact_row_bytes(c.hidden)), 0xFF);
-  }
-
-  // Compact: the five words of the piece of a value.
-  std::array<uint32_t, 5> compact_piece(int row, int column) const {
-    const int unit = column / 128, half = column % 128 / 64, t = column % 32 / 8;
-    const uint8_t* from = &y[static_cast<size_t>(row * compact_row_bytes(c.hidden))];
-    std::array<uint32_t, 5> word;
-    std::memcpy(word.data(), from + unit * 128 + half * 64 + t * 16, 16);
-    std::memcpy(&word[4], from + (c.hidden + 255) / 256 * 256 + unit / 2 * 64 + t * 16 + unit % 2 * 8 + half * 4, 4);
-    return word;
-  }
-  double compact_step(int row, int column) const {
-    const uint32_t word = compact_piece(row, column)[4];
-    return __int_as_float(static_cast<int>((word >> 9 & 127) << 17 | (word >> 25) << 24));
-  }
-
-  // A value of y. Compact: of 16 in five words, the nine bits in place of 0 to 9, and those of 10 to 15 in what is
-  // left.
-  double y_value(int row, int column) const {
-    if (!compact) {
-      return bf16_value(
-          &y[2 * (static_cast<size_t>(row) * static_cast<size_t>(c.hidden) + static_cast<size_t>(column))]);
-    }
-    const std::array<uint32_t, 5> word = compact_piece(row, column);
-    const int at = column % 64 / 32 * 8 + column % 8, pair = at / 2;
-    const auto field = [&](size_t w, int first, int bits) {
-      return static_cast<int>(word[w] >> (first + 16 * (at % 2)) & ((1u << bits) - 1));
-    };
-    const int code = pair < 5    ? field(static_cast<size_t>(pair), 0, 9)
-                     : pair == 5 ? field(0, 9, 7) | field(1, 9, 2) << 7
-                     : pair == 6 ? field(2, 9, 7) | field(3, 9, 2) << 7
-                                 : field(1, 11, 5) | field(3, 11, 4) << 5;
-    return (code - 256) * compact_step(row, column);
-  }
-
   int check_y() const {
     int bad = 0;
     for (int row = 0; row < rows; ++row) {
+      const size_t first = static_cast<size_t>(row) * static_cast<size_t>(c.hidden);
       if (row >= live()) {  // nobody's rows stay as they were
-        const size_t bytes = y.size() / static_cast<size_t>(rows);
-        for (size_t i = static_cast<size_t>(row) * bytes; i < static_cast<size_t>(row + 1) * bytes; ++i)
-          bad += y[i] != 0xFF;
+        for (size_t i = 2 * first; i < 2 * (first + static_cast<size_t>(c.hidden)); ++i) bad += y[i] != 0xFF;
         continue;
       }
       const int e = expert(row), groups = c.inter / scale_block;
@@ -302,14 +260,8 @@ struct Layer {
       }
       const double size = std::sqrt(square / c.hidden);
       for (int j = 0; j < c.hidden; ++j) {
-        double largest = 0;  // of the piece
-        for (int i = 0; i < 16; ++i) {
-          const int column = j / 64 * 64 + j % 32 / 8 * 8 + i / 8 * 32 + i % 8;
-          largest = max(largest, std::abs(want[static_cast<size_t>(column)]));
-        }
-        const double off = y_value(row, j) - want[static_cast<size_t>(j)];
-        const double rounding = compact ? largest / 500 : std::abs(want[static_cast<size_t>(j)]) * 0.003;
-        if (!(std::abs(off) <= rounding + std::abs(want[static_cast<size_t>(j)]) * 0.002 + size * 0.002)) ++bad;
+        const double off = bf16_value(&y[2 * (first + static_cast<size_t>(j))]) - want[static_cast<size_t>(j)];
+        if (!(std::abs(off) <= std::abs(want[static_cast<size_t>(j)]) * 0.005 + size * 0.002)) ++bad;
       }
     }
     return bad;
@@ -333,9 +285,8 @@ struct Layer {
   }
 
   void reduce(const ReduceParams& p) const {
-    emulation::run(static_cast<unsigned>(c.tokens < 5 ? c.tokens : 5), kReduceThreads, [&] {
-      compact ? reduce_compact_kernel(p) : c.promoted ? reduce_kernel<true>(p) : reduce_kernel<false>(p);
-    });
+    emulation::run(static_cast<unsigned>(c.tokens < 5 ? c.tokens : 5), kReduceThreads,
+                   [&] { c.promoted ? reduce_kernel<true>(p) : reduce_kernel<false>(p); });
   }
 
   // Down and the reduction in panels of 256 and 512 columns, in a place for one, as launch/call.cu has them: the same
@@ -374,18 +325,18 @@ struct Layer {
     int bad = 0;
     for (int token = 0; token < c.tokens; ++token) {
       for (int j = 0; j < c.hidden; ++j) {
-        double sum = bf16_value(&shared[2 * static_cast<size_t>(token * c.hidden + j)]), size = std::abs(sum),
-               steps = 0;
+        double sum = bf16_value(&shared[2 * static_cast<size_t>(token * c.hidden + j)]), size = std::abs(sum);
         for (int slot = 0; slot < c.top_k; ++slot) {
           const size_t pair = static_cast<size_t>(token * c.top_k + slot);
           if (slot_to_row[pair] < 0) continue;
-          const double term = 1.5 * weights[pair] * y_value(slot_to_row[pair], j);
+          const size_t at =
+              static_cast<size_t>(slot_to_row[pair]) * static_cast<size_t>(c.hidden) + static_cast<size_t>(j);
+          const double term = 1.5 * weights[pair] * bf16_value(&y[2 * at]);
           sum += term;
           size += std::abs(term);
-          steps += compact ? 1.5 * weights[pair] * compact_step(slot_to_row[pair], j) : 0;
         }
         const size_t at = static_cast<size_t>(token) * static_cast<size_t>(c.hidden) + static_cast<size_t>(j);
-        if (!(std::abs(bf16_value(&out[2 * at]) - sum) <= std::abs(sum) * 0.004 + size * 1e-5 + steps * 0.002)) ++bad;
+        if (!(std::abs(bf16_value(&out[2 * at]) - sum) <= std::abs(sum) * 0.004 + size * 1e-5)) ++bad;
       }
     }
     return bad;
