@@ -48,7 +48,6 @@ constexpr Measured kMeasured[] = {
     {384, 3072, 520, false, 64, 104, 1, 4, 5, true, 2, true},
     {384, 3072, 520, false, 64, 104, 2, 4, 6, true},
     {384, 3072, 1040, false, 64, 104, 1, 2, 6, true, 2, true, true, true},
-    {384, 3072, 1040, false, 64, 104, 1, 2, 6, true, 2, true, true},
     {384, 3072, 1040, false, 64, 104, 2, 2, 6, true},
     {384, 3072, 2080, false, 64, 104, 1, 1, 7, false, 2, true},
     {384, 3072, 2080, false, 64, 192, 2, 2, 5},

@@ -25,7 +25,11 @@ void launch_small(const TopkParams& params, cudaStream_t stream) {
     cuda_check(cudaGetDevice(&device), "cudaGetDevice");
     const int64_t share = ceil_div(params.m, device_properties(device).num_sms);
     const int64_t used = 1024 + static_cast<int64_t>(sizeof(TopkShared<Threads, Items>));  // 1 KB by the system
-    config.smem_bytes = static_cast<int>(std::max<int64_t>(kSmemLimit / share - used, 0));
+    config.smem_bytes = static_cast<int>(std::clamp<int64_t>(kSmemLimit / share - used, 0, 48 * 1024));
+    // With what the kernel has itself it may be more than 48 KB, which launch() does not see.
+    cuda_check(cudaFuncSetAttribute(router_topk_small_kernel<Threads, Items>,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, 48 * 1024),
+               "cudaFuncSetAttribute(MaxDynamicSharedMemorySize)");
   }
   launch(router_topk_small_kernel<Threads, Items>, config, params);
 }
