@@ -179,6 +179,8 @@ struct Traits {
   // Where tasks of pairs or their halves are shared out unevenly, CTAs with fewer have fewer stages on their way, so
   // that the others get more of memory's rate: they could not use all of it when those are done.
   static constexpr bool kLevel = kSpans && !kClusters;
+  // Stages of weights behind the ring's first that are brought to L2 right after the wait.
+  static constexpr int kAhead = !kClusters && !kTokens && kWidth < kTripleWidth ? 3 : 0;
   static constexpr bool kHalfUnits = kGemm == Gemm::kUp && kTensor && !kClusters;
   // Narrowest N at which the consumers multiply a tile, with weights as M.
   static constexpr int kLeastN = kExact ? 16 : kQuant == Quant::kNone ? 32 : kWidth == 128 ? 96 : kWidth;

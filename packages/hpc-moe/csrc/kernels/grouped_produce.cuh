@@ -79,7 +79,21 @@ __device__ __forceinline__ void load_weights(const GemmParams& p, const CUtensor
   }
 }
 
-// The same where both CTAs of the cluster want it: each brings a unit, to both.
+// The same to L2 alone, weights as M.
+template <class T>
+__device__ __forceinline__ void prefetch_weights(const GemmParams& p, const CUtensorMap* map,
+                                                 const CUtensorMap* half_map, int row, int units, int k,
+                                                 uint64_t policy, int part) {
+  if constexpr (T::kGemm == Gemm::kDown) {
+    if (part < units) tma_prefetch_5d(map, k * 128, 0, 0, row + 4 * part, 0, policy);
+  } else if (T::kHalfUnits && units >= kHalfUnit) {
+    if (part == 0) tma_prefetch_4d(half_map, k * 128, 0, 0, 2 * row + (units - kHalfUnit) * 4, policy);
+  } else if (part / 2 < units) {
+    tma_prefetch_4d(map, k * 128, 0, 0, row + 4 * (part / 2) + part % 2 * (p.out_columns / 16), policy);
+  }
+}
+
+// A stage's copy `part` where both CTAs of the cluster want it: each brings a unit, to both.
 template <class T>
 __device__ __forceinline__ void load_shared_weights(const GemmParams& p, const CUtensorMap* map,
                                                     const CUtensorMap* half_map, int row, int k, uint32_t smem,
@@ -136,6 +150,15 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     }
     load_weights<T>(p, map, b_map, row, units, k, stage, barrier, policy, part);
   };
+  // After the wait, while the first rows come and nothing gives a stage back: what follows the ring's first stages goes
+  // to L2, so that memory is not idle. `from`: stages before the task; a warp has its part.
+  const auto look_ahead = [&](const TurnTask& task, int from) {
+    const int row = weight_coordinate<T>(p, task.expert, task.unit);
+#pragma unroll 1
+    for (int k = max(kStages - from, 0); k < min(kStages + T::kAhead - from, num_k); ++k) {
+      prefetch_weights<T>(p, map, b_map, row, task.units, k, policy, warp);
+    }
+  };
   const auto early_stages = [&](int pairs) { return min(kStages, T::kKept ? num_k * pairs : num_k); };
   const auto prefetch = [&](const TurnTask& task) {
     const int row = weight_coordinate<T>(p, task.expert & ~kShared, task.unit);
@@ -168,6 +191,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     }
     pdl_wait();
     pdl_trigger();
+    if (T::kAhead > 0 && prefetched > 0 && lane == 0) look_ahead(guess, 0);
     if (guessed_tile != Tasks::kNoTile) early = p.routing.tiles[guessed_tile];
   }
   const Tasks schedule(p, p.routing.tile_offsets[p.experts],
@@ -223,6 +247,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
           prefetched = early_stages(__shfl_sync(~0u, found.second_rows, 0));
           pdl_wait();
           pdl_trigger();
+          if (T::kAhead > 0 && lane <= T::kAhead && found.width > 0) look_ahead(found, lane * num_k);
         } else if (prefetched > 0) {
           const TurnTask first = {0,
                                   0.0f,

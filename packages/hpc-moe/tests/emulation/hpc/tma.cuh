@@ -16,6 +16,8 @@ static_assert(sizeof(EmulatedMap) <= sizeof(CUtensorMap));
 namespace hpc {
 
 inline void tma_prefetch_map(const CUtensorMap*) {}
+inline void tma_prefetch_4d(const CUtensorMap*, int, int, int, int, uint64_t) {}
+inline void tma_prefetch_5d(const CUtensorMap*, int, int, int, int, int, uint64_t) {}
 inline uint64_t l2_evict_first() {
   return 1;
 }
