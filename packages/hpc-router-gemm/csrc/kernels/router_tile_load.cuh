@@ -233,9 +233,9 @@ struct TileProducer {
 
   // Stages whose weights are requested before the predecessor's end. Where a CTA has its SM for itself, few: the first
   // tokens would queue behind them; but a call of small parts waits for memory, which has nothing else to do then (not
-  // for more than that where two k groups of 128 tokens have three terms).
+  // for more than that where two k groups of 104 or 128 tokens have three terms).
   __device__ __forceinline__ int ahead() const {
-    constexpr bool kFew = Shape::kPair == 2 || (WK == 2 && Shape::kTerms == 3 && Shape::kTokens == 128);
+    constexpr bool kFew = Shape::kPair == 2 || (WK == 2 && Shape::kTerms == 3 && Shape::kTokens >= 104);
     return starts_early() ? kTileMaxStages : p.split >= 8 && !kFew ? 4 : 2;
   }
 
