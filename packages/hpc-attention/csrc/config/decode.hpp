@@ -91,7 +91,7 @@ struct DecodePace {
   int32_t least_tiles, values, second;
 };
 constexpr DecodePace decode_pace(KvKind kv) {
-  return kv == KvKind::kE4m3 ? DecodePace{16, 1000, 1000} : DecodePace{8, 700, 1400};
+  return kv == KvKind::kE4m3 ? DecodePace{16, 1000, 1000} : DecodePace{4, 1000, 1000};
 }
 
 // Registers of a thread. Those of one row tile, and of two in teams, leave an SM room for two CTAs of the combine
