@@ -191,6 +191,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     }
     pdl_wait();
     pdl_trigger();
+    if (T::kAhead > 0 && prefetched > 0 && lane == 0) look_ahead(guess, 0);
     if (guessed_tile != Tasks::kNoTile) early = p.routing.tiles[guessed_tile];
   }
   const Tasks schedule(p, p.routing.tile_offsets[p.experts],
@@ -270,7 +271,6 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
           }
         }
         slot = slot_of(0);
-        if (kGemm == Gemm::kUp && T::kAhead > 0 && prefetched > 0 && lane == 0) look_ahead(guess, 0);  // it was right
       }
     }
     const int at = turn - base;
