@@ -1,5 +1,5 @@
 """The README's tables of measured times and errors, and two plots against M, made from results/h200.json; the table of
-few tokens from results/h200_decode.json.
+few tokens from results/h200_decode.json, that of the choice of experts from results/h200_route.json.
 
     uv run python packages/hpc-router-gemm/benchmarks/figures.py [--check]
 
@@ -19,6 +19,7 @@ from hpc_common.generated import RESULTS_BEGIN, RESULTS_END, between, command
 HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "h200.json"
 DECODE = RESULTS.with_name("h200_decode.json")  # few tokens, more sizes
+ROUTE = RESULTS.with_name("h200_route.json")  # the choice of experts
 README = HERE.parent / "README.md"
 
 # (op, provider), heading, colour, dashes
@@ -158,7 +159,29 @@ def few_tokens(document: Mapping) -> str:
     return "\n".join(lines)
 
 
-def table(document: Mapping, decode: Mapping) -> str:
+def choices(document: Mapping) -> str:
+    """Markdown: route beside its scores alone, and torch's softmax and topk of them."""
+    times = values_of(document, "cold", "us")
+    columns = sorted({m for cases in times.values() for m in cases})
+    providers = ("ours", "scores alone", "scores, torch's softmax and topk")
+    rows = [row for cases in times.values() for row in cases.values()]
+    gains = [row["route-2", providers[2]] / row["route-2", "ours"] for row in rows]
+    lines = [
+        f"The choice of experts, {document['date']} (`{ROUTE.parent.name}/{ROUTE.name}`): microseconds a call of "
+        "`route` (softmax, two terms) / of its scores alone / of scores, torch's softmax and topk, which take "
+        f"{min(gains):.1f} to {max(gains):.1f} times as long as `route`.",
+        "",
+        "| N x K, k | " + " | ".join(f"M = {m:,}" for m in columns) + " |",
+        "|---|" + "--:|" * len(columns),
+    ]
+    for size, cases in times.items():
+        name = size.replace("x", " x ").replace(" k=", ", ")
+        cells = [" / ".join(f"{cases[m]['route-2', each]:.1f}" for each in providers) for m in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def table(document: Mapping, decode: Mapping, route: Mapping) -> str:
     """Markdown: microseconds of every case, and the largest errors."""
     times, errors = values_of(document, "cold", "us"), values_of(document, "error", "largest")
     heads = [heading for _, heading, _, _ in SERIES]
@@ -180,7 +203,8 @@ def table(document: Mapping, decode: Mapping) -> str:
             largest = [f"{errors[size][m][key]:.1e}" for key, *_ in SERIES]
             name = size.replace("x", " x ")
             lines.append(f"| {name} | {m:,} | " + " | ".join([*us, f"{gain:.1f}x", more[size, m], *largest]) + " |")
-    return "\n".join([*lines, "", three_terms(times, values_of(decode, "cold", "us")), "", few_tokens(decode)])
+    below = [three_terms(times, values_of(decode, "cold", "us")), few_tokens(decode), choices(route)]
+    return "\n\n".join(["\n".join(lines), *below])
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -253,8 +277,9 @@ def outputs(document: Mapping, readme: str) -> dict[pathlib.Path, str]:
     where = f"{document['device']}, {document['date']}"
     latency = plot(values_of(document, "cold", "us"), f"Latency of router scores, {where}", "microseconds a call, cold")
     error = plot(values_of(document, "error", "largest"), f"Largest error, {where}", "against float64, standard normal")
+    decode, route = (json.loads(each.read_text()) for each in (DECODE, ROUTE))
     return {
-        README: between(readme, RESULTS_BEGIN, RESULTS_END, table(document, json.loads(DECODE.read_text()))),
+        README: between(readme, RESULTS_BEGIN, RESULTS_END, table(document, decode, route)),
         RESULTS.with_name("latency.svg"): latency,
         RESULTS.with_name("error.svg"): error,
     }

@@ -78,3 +78,19 @@ def test_rows_over_cublas_are_named(figures: ModuleType) -> None:
     text = figures.few_tokens({"date": "2026-11-30", "rows": [*rows, row(1, "linear-3", "ours", 2.5)]})
     assert "(1.20 to 1.2 times `linear`'s three terms)" in text
     assert "over cuBLAS fp32: 64 x 2048, M = 64: 1.02." in text
+
+
+def test_choices_stand_beside_what_they_are_made_of(figures: ModuleType) -> None:
+    names = ("ours", "scores alone", "scores, torch's softmax and topk")
+    rows = [
+        {"op": "route-2", "case": f"192x4096 k=8 m={m}", "provider": name, "mode": "cold", "us": us}
+        for m, times in ((1, (4.0, 3.0, 18.0)), (4096, (30.0, 20.0, 75.0)))
+        for name, us in zip(names, times, strict=True)
+    ]
+    text = figures.choices({"date": "2026-11-30", "rows": rows})
+    assert "which take 2.5 to 4.5 times as long as `route`." in text
+    assert text.splitlines()[2:] == [
+        "| N x K, k | M = 1 | M = 4,096 |",
+        "|---|--:|--:|",
+        "| 192 x 4096, 8 | 4.0 / 3.0 / 18.0 | 30.0 / 20.0 / 75.0 |",
+    ]
