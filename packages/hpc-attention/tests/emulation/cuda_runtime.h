@@ -1,5 +1,6 @@
-// Stand-in for CUDA's header: the words, vector types, intrinsics and runtime functions that the attention kernels and
-// their launchers use, for a host compiler. block.hpp says what the emulation is and what it is not.
+// Stand-in for CUDA's header: the words, vector types, intrinsics and runtime functions that the attention kernels, the
+// router's choice of experts (tests/test_choice_emulated.py of the repository) and their launchers use, for a host
+// compiler. block.hpp says what the emulation is and what it is not.
 #pragma once
 
 #include <algorithm>
@@ -119,6 +120,13 @@ template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return shuffle(value, emulation::lane() ^ mask);
 }
+inline uint64_t __shfl_xor_sync(unsigned, uint64_t value, int mask) {
+  uint32_t words[2];
+  std::memcpy(words, &value, 8);
+  const auto received = emulation::exchange(emulation::Meeting::kShuffle, words, 2);
+  const int from = (emulation::lane() ^ mask) & 31;
+  return static_cast<uint64_t>(received[1][from]) << 32 | received[0][from];
+}
 template <typename T>
 T __shfl_up_sync(unsigned, T value, int delta) {
   return shuffle(value, emulation::lane() >= delta ? emulation::lane() - delta : emulation::lane());
@@ -151,8 +159,14 @@ inline int32_t __reduce_max_sync(unsigned, int32_t value) {
   for (int lane = 0; lane < 32; ++lane) most = std::max(most, static_cast<int32_t>(values[0][lane]));
   return most;
 }
-inline void atomicAdd(int32_t* to, int32_t value) {  // one thread at a time runs
+inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
+  const auto values = emulation::exchange(emulation::Meeting::kReduce, &value, 1);
+  return *std::max_element(values[0], values[0] + 32);
+}
+inline int32_t atomicAdd(int32_t* to, int32_t value) {  // one thread at a time runs
+  const int32_t was = *to;
   *to += value;
+  return was;
 }
 
 // The runtime: one device, a Hopper with few SMs; a launch runs the whole grid before it returns.
