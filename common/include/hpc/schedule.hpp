@@ -87,9 +87,9 @@ HPC_HD bool may_deal(const DecodeShape& shape) {
   return !shape.batch_invariant && shape.num_ctas <= kMaxDealt && shape.batch * shape.num_kv_heads <= shape.num_ctas;
 }
 
+constexpr int kHalf = 66;  // of an H200's SMs
 // Least tiles of a CTA. The more CTAs read, the later come the pieces that are added behind them: with up to 4 *
 // min_tiles each, half of the SMs are enough.
-constexpr int kHalf = 66;
 HPC_HD int32_t dealt_least(int64_t total_tiles, int32_t min_tiles) {
   if (total_tiles > static_cast<int64_t>(kHalf) * 4 * min_tiles) return 2 * min_tiles;
   const int32_t least = ceil_div(static_cast<int32_t>(total_tiles), kHalf);
