@@ -41,6 +41,15 @@ def test_links_and_paths_exist(document: Path) -> None:
     assert not [path for path in paths if not (document.parent / path).exists()]
 
 
+def test_the_example_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    """One operator alone: the packages' READMEs have tests of their own."""
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names: dict = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["out"].shape == (4, 256) and bool(names["out"].isfinite().all())
+    assert capsys.readouterr().out == "True\n"
+
+
 def test_schedule_in_the_readme_is_the_demos() -> None:
     """The excerpt's figures, against the schedule of the demo's default batch."""
     batch = demo.choose_batch(None, None, None, None, 0)
