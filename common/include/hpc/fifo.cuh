@@ -62,10 +62,16 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// One word, loaded where this stands.
+// One word, or four, loaded where this stands.
 __device__ __forceinline__ int32_t ld_global32(const int32_t* from) {
   int32_t v;
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
+
+__device__ __forceinline__ uint4 ld_global128(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
   return v;
 }
 

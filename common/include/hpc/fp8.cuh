@@ -19,6 +19,28 @@ __device__ __forceinline__ void e4m3x4_to_half2x2(uint32_t bytes, uint32_t& low,
       : "r"(bytes));
 }
 
+// The same as bf16 pairs (exact too).
+__device__ __forceinline__ void e4m3x4_to_bf16x2x2(uint32_t bytes, uint32_t& low, uint32_t& high) {
+  asm("{\n"
+      ".reg .b16 l, h, a, b, c, d;\n"
+      ".reg .b32 x, y;\n"
+      ".reg .f32 p, q, r, s;\n"
+      "mov.b32 {l, h}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 x, l;\n"
+      "cvt.rn.f16x2.e4m3x2 y, h;\n"
+      "mov.b32 {a, b}, x;\n"
+      "mov.b32 {c, d}, y;\n"
+      "cvt.f32.f16 p, a;\n"
+      "cvt.f32.f16 q, b;\n"
+      "cvt.f32.f16 r, c;\n"
+      "cvt.f32.f16 s, d;\n"
+      "cvt.rn.bf16x2.f32 %0, q, p;\n"
+      "cvt.rn.bf16x2.f32 %1, s, r;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
+}
+
 // Bytes 0 1 of `a` and `b` as a0 b0 a1 b1: pairs of the same column of two rows.
 __device__ __forceinline__ uint32_t interleave_bytes_low(uint32_t a, uint32_t b) {
   return __byte_perm(a, b, 0x5140);

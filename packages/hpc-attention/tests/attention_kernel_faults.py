@@ -38,8 +38,12 @@ RUNS = {
 
 # One (request, KV head), whose pieces are a cluster's.
 ALONE = replace(LONG, lengths=(2100,), num_q_heads=5, kv_dtype=FP8, num_ctas=16)
+# The same with what the kernel for one pair alone leaves out.
+CLUSTER = replace(ALONE, sinks=True)
 # One request with several KV heads, a cluster each.
-HEADS = replace(ALONE, lengths=(700,), num_kv_heads=8, num_q_heads=16, num_ctas=64)
+HEADS = replace(CLUSTER, lengths=(700,), num_kv_heads=8, num_q_heads=16, num_ctas=64)
+# The same in the other kernel.
+ALONE_HEADS = replace(HEADS, lengths=(1503,), num_q_heads=32, q_len=2, page_size=32, sinks=False)
 
 
 @dataclass(frozen=True)
@@ -176,18 +180,18 @@ FAULTS = {
     "a query's second elements are scaled by nothing": Fault(
         "decode_query.cuh", "0x00800080u", "0x00000080u", replace(SMALL, kv_dtype=FP8)),
     "pieces of a cluster are read before they are there": Fault(
-        "decode_cluster.cuh", "mbarrier_wait(barrier_, 0)", None, ALONE),
+        "decode_cluster.cuh", "mbarrier_wait(barrier_, 0)", None, CLUSTER),
     "a cluster does not wait for all of its bytes": Fault(
-        "decode_cluster.cuh", "pieces_ * (kVectors + 4) * 16", "(pieces_ - 1) * (kVectors + 4) * 16", ALONE),
+        "decode_cluster.cuh", "pieces_ * (kVectors + 4) * 16", "(pieces_ - 1) * (kVectors + 4) * 16", CLUSTER),
     "a piece is pushed to a CTA that may not have begun": Fault(
-        "decode.cuh", "cluster_.wait_for_others();", None, ALONE),
+        "decode.cuh", "cluster_.wait_for_others();", None, CLUSTER),
     "a cluster's pieces are not rescaled": Fault(
-        "decode_cluster.cuh", "exp2_approx(ml[i].x - sum_ml.x)", "1.0f", ALONE),
-    "pieces that a cluster has not": Fault("decode_cluster.cuh", "piece < pieces_", "true", ALONE),
+        "decode_cluster.cuh", "exp2_approx(ml[i].x - sum_ml.x)", "1.0f", CLUSTER),
+    "pieces that a cluster has not": Fault("decode_cluster.cuh", "piece < pieces_", "true", CLUSTER),
     "one owner's vectors for all": Fault(
-        "decode_cluster.cuh", "static_cast<int32_t>(cluster_rank()) * kVectors + vector", "vector", ALONE),
+        "decode_cluster.cuh", "static_cast<int32_t>(cluster_rank()) * kVectors + vector", "vector", CLUSTER),
     "a request without tokens is left out": Fault(
-        "decode_cluster.cuh", "pieces_ == 1", "pieces_ < 2", replace(ALONE, lengths=(0,))),
+        "decode_cluster.cuh", "pieces_ == 1", "pieces_ < 2", replace(CLUSTER, lengths=(0,))),
     "one head's cluster writes another's output": Fault(
         "decode_cluster.cuh", "own.pair", "0", HEADS),
     "a head's cluster runs another's pieces": Fault("decode_cluster.cuh", "split.first_cta + rank", "rank", HEADS),
@@ -195,6 +199,29 @@ FAULTS = {
         "decode_cluster.cuh", "kOne ? block : pair", "kOne ? block : 0", replace(HEADS, lengths=(100,))),
     "CTAs of a cluster beyond its pieces have some": Fault(
         "decode_cluster.cuh", "rank >= own.pieces", "false", replace(HEADS, lengths=(300,))),
+    "alone: this step's tokens are read before pdl_wait": Fault(
+        "decode_alone.cuh", "min(end_, length_ - p_.q_len)", "end_", ALONE),
+    "alone: this step's values are left out": Fault(
+        "decode_alone.cuh", "sts128(fresh_at, fresh_words)", None, replace(ALONE, lengths=(9,), sm_scale=0.05)),
+    "alone: this step's keys are left out": Fault(
+        "decode_alone.cuh", "warp_ == kDecodeWarps - 1 && old_ < end_", "false", replace(ALONE, lengths=(9,))),
+    "alone: one page's values for all": Fault(
+        "decode_alone.cuh", "ids[i * kRows / 8]", "ids[0]", replace(ALONE, page_size=32)),
+    "alone: one page's keys for all": Fault(
+        "decode_alone.cuh", "ids[2 * half + i]", "ids[0]", replace(ALONE, page_size=32)),
+    "alone: one head's keys and values for all": Fault(
+        "decode_alone.cuh", "static_cast<uint64_t>(kv_head_) * cache.head_stride", "0", ALONE_HEADS),
+    "alone: one warp's values for all": Fault(
+        "decode_alone.cuh", "values[2 * w][0]", "values[0][0]", ALONE),
+    "alone: a row sees later tokens": Fault(
+        "decode_alone.cuh", "token < begin_ || token >= row_ends[i & 1]", "token < begin_",
+        replace(ALONE, lengths=(20,), num_q_heads=2, q_len=4)),
+    "alone: warps' results are not rescaled": Fault(
+        "decode_alone.cuh", "exp2_approx(pairs[w].x - ml.x)", "1.0f", ALONE),
+    "alone: values are read before they have arrived": Fault(
+        "decode_alone.cuh", "cp_async_wait<0>();", None, ALONE),
+    "alone: a result is pushed to a CTA that may not have begun": Fault(
+        "decode_alone.cuh", "cluster.wait_for_others();", None, ALONE),
     "this step's tokens are read before pdl_wait": Fault(
         "decode_feed.cuh", "first_token(where) + kOwn <= pieces_[where].high - p_.q_len", "true"
     ),
@@ -220,6 +247,8 @@ RACES = {
         "decode_team.cuh", "named_barrier_sync(1 + team_, kTeamThreads);\n    }\n", None, LONG_TEAMS),
     "keys are asked for before the old ones have been read": Fault(
         "decode_team.cuh", "__syncwarp();\n      ask_for_keys", None, LONG_TEAMS),
+    "alone: weights are read before they are there": Fault(
+        "decode_alone.cuh", "__syncthreads();\n    read_values", None, ALONE),
     "lanes of a team do not wait for each other's keys": Fault(
         "decode_team.cuh", "__syncwarp();\n    float factors", None, LONG_TEAMS),
 }  # fmt: skip

@@ -28,11 +28,10 @@ from hpc_attention.testing import Inputs, Problem
 from hpc_common.poison import Canary, dirty_, fill_nan_
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package
+from attention_kernel_clusters import CLUSTERS  # noqa: E402
 from attention_kernel_faults import (  # noqa: E402
-    ALONE,
     FAULTS,
     GROUPS,
-    HEADS,
     LATER,
     LONG,
     MANY,
@@ -56,8 +55,8 @@ PTX_HEADERS = ("cluster.cuh", "fifo.cuh", "fp8.cuh", "mbarrier.cuh", "mma.cuh", 
 FUNCTION = re.compile(r"^(?:template <.*>\n)?__device__ (?:.*\n)+?\}\n", re.MULTILINE)
 # Slowest first.
 SOURCES = (
-    "launch/decode_e4m3.cu", "launch/decode_bf16.cu", "launch/decode_fp16.cu", "api/decode.cpp", "launch/decode.cu",
-    "launch/plan.cu",
+    "launch/decode_e4m3.cu", "launch/decode_bf16.cu", "launch/decode_fp16.cu", "launch/decode_alone.cu",
+    "api/decode.cpp", "launch/decode.cu", "launch/plan.cu",
 )  # fmt: skip
 
 
@@ -189,76 +188,66 @@ def run(kernels: Emulated, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return result
 
 
-PROBLEMS = RUNS | {
-    "bf16": SMALL,
-    "fp16": replace(SMALL, q_dtype=FP16),
-    "e4m3": replace(SMALL, kv_dtype=FP8),
-    "e4m3 and fp16": replace(SMALL, q_dtype=FP16, kv_dtype=FP8),
-    "e4m3 query": replace(SMALL, q_dtype=FP8, k_scale="token", v_scale="head"),
-    "D 64": replace(SMALL, head_dim=64, num_q_heads=10),
-    "D 64 e4m3": replace(SMALL, head_dim=64, kv_dtype=FP8, num_q_heads=32, q_len=2),
-    "D 256": replace(SMALL, head_dim=256, q_len=2),
-    "D 256 e4m3": replace(SMALL, head_dim=256, kv_dtype=FP8, num_q_heads=32, q_len=2),
-    "ratio 1": replace(SMALL, num_q_heads=2),
-    "ratio 16": replace(SMALL, num_q_heads=32),
-    "ratio 5, q_len 3": replace(SMALL, num_q_heads=10, q_len=3, q_dtype=FP16),
-    "128 rows": replace(SMALL, lengths=(100,), num_q_heads=16, num_kv_heads=1, q_len=8, kv_dtype=FP8),
-    "pages of 1": replace(SMALL, page_size=1, kv_dtype=FP8, k_scale="token", layout="HND"),
-    "pages of 16": replace(SMALL, page_size=16, layout="uneven"),
-    "pages of 256": replace(SMALL, page_size=256, layout="interleaved", kv_dtype=FP8),
-    "window": replace(SMALL, lengths=(300, 65, 500), window=70, q_len=3),
-    "softcap and sinks": replace(SMALL, softcap=8.0, sinks=True, k_scale="head", v_scale="float"),
-    "one long request": replace(LONG, lengths=(1500,), kv_dtype=FP8, num_ctas=20, sinks=True, k_scale="one"),
-    "few and many pieces": replace(LONG, lengths=(4500, 300, 7, 200, 1500), num_q_heads=2, kv_dtype=FP8, num_ctas=64),
-    "more than 128 pieces": replace(LONG, lengths=(9000,), num_q_heads=1, head_dim=64, kv_dtype=FP8, num_ctas=141),
-    "runs over several requests": LATER,
-    "solo pieces, then a shared one": replace(LONG, lengths=(60, 100, 20, 1100, 9, 80), num_ctas=1),
-    "nine solo pieces": SOLOS,
-    "many pairs in two pieces": PAIRS,
-    "pages of one token": SMALL_PAGES,
-    "many pieces a CTA": MANY,
-    "many pieces a CTA, e4m3": replace(MANY, kv_dtype=FP8, num_ctas=2, q_len=2, softcap=5.0, sinks=True),
-    "teams of warps": TEAMS,
-    "teams, fp16, window": replace(TEAMS, q_dtype=FP16, kv_dtype=FP16, window=150, q_len=1),
-    "teams, bf16, pages of 16, softcap": replace(TEAMS, kv_dtype=BF16, page_size=16, softcap=8.0, sinks=True),
-    "teams, pages of 1, scales of tokens": replace(TEAMS, q_dtype=FP8, page_size=1, k_scale="token", v_scale="head"),
-    "teams, many pieces a CTA": replace(
-        TEAMS, lengths=(*range(1, 130, 4), 700, 0, 200), num_kv_heads=2, q_len=1, num_q_heads=32, num_ctas=2
-    ),
-    "teams, pieces of three tiles": replace(TEAMS, lengths=(1100, 0, 70), num_ctas=7, sm_scale=0.05),
-    "teams, window": replace(TEAMS, lengths=(1500, 200), window=333, num_ctas=5),
-    "teams, few and many pieces": replace(TEAMS, lengths=(4500, 300, 7, 200, 1500), num_ctas=64),
-    "teams, more than 64 pieces": replace(TEAMS, lengths=(9000,), num_ctas=141),
-    "teams, 24 rows in two pieces": replace(TEAMS, lengths=(300,) * 4, num_q_heads=8, q_len=3, num_ctas=10),
-    "teams, batch-invariant": replace(TEAMS, lengths=(1300, 65, 0, 1), batch_invariant=True),
-    "many pieces a CTA, 16 rows": replace(MANY, lengths=MANY.lengths[::2], kv_dtype=FP8, num_q_heads=32),
-    "heads abreast, by fours": replace(GROUPS, lengths=(400, 0, 400), num_ctas=4),
-    "heads abreast, by eights": replace(GROUPS, kv_dtype=BF16, q_len=2),
-    "heads abreast, three": replace(GROUPS, num_kv_heads=3, num_q_heads=6, v_scale="float"),
-    "heads abreast, more than a block of slices": replace(GROUPS, lengths=(2300,), num_ctas=2, page_size=32),
-    "heads one by one, for they have sinks": replace(GROUPS, sinks=True, k_scale="head", v_scale="head"),
-    "one CTA": replace(SMALL, lengths=(300, 5, 0, 90), num_ctas=1, kv_dtype=FP8),
-    "batch-invariant": replace(SMALL, lengths=(1100, 65, 0, 1), batch_invariant=True, q_len=2, kv_dtype=FP8),
-    "no tokens at all": replace(SMALL, lengths=(0, 0)),
-    "a cluster": ALONE,
-    "a cluster, bf16, sinks": replace(ALONE, lengths=(1500,), kv_dtype=BF16, num_q_heads=8, sinks=True),
-    "a cluster, fp16, softcap, window": replace(
-        ALONE, q_dtype=FP16, kv_dtype=FP16, num_q_heads=2, q_len=4, softcap=8.0, window=1000
-    ),
-    "a cluster, pages of 16, scales of tokens": replace(ALONE, q_dtype=FP8, page_size=16, k_scale="token"),
-    "a cluster, two pieces": replace(ALONE, lengths=(129,), v_scale="head"),
-    "a cluster, one piece": replace(ALONE, lengths=(100,)),
-    "a cluster, no tokens": replace(ALONE, lengths=(0,)),
-    "a cluster, many slices": replace(ALONE, lengths=(9000,), num_q_heads=1),
-    "a cluster a head": HEADS,
-    "a cluster a head, bf16, sinks": replace(HEADS, lengths=(600,), kv_dtype=BF16, num_q_heads=64, sinks=True),
-    "a cluster a head, fp16, window, 15 heads": replace(
-        HEADS, q_dtype=FP16, kv_dtype=FP16, num_kv_heads=15, num_q_heads=15, num_ctas=120, q_len=2, window=333
-    ),
-    "a cluster a head, two pieces, scales": replace(HEADS, lengths=(150,), v_scale="head", k_scale="token"),
-    "a cluster a head, a token": replace(HEADS, lengths=(1,), v_scale="float"),
-    "a cluster a head, no tokens": replace(HEADS, lengths=(0,)),
-}
+PROBLEMS = (
+    RUNS
+    | CLUSTERS
+    | {
+        "bf16": SMALL,
+        "fp16": replace(SMALL, q_dtype=FP16),
+        "e4m3": replace(SMALL, kv_dtype=FP8),
+        "e4m3 and fp16": replace(SMALL, q_dtype=FP16, kv_dtype=FP8),
+        "e4m3 query": replace(SMALL, q_dtype=FP8, k_scale="token", v_scale="head"),
+        "D 64": replace(SMALL, head_dim=64, num_q_heads=10),
+        "D 64 e4m3": replace(SMALL, head_dim=64, kv_dtype=FP8, num_q_heads=32, q_len=2),
+        "D 256": replace(SMALL, head_dim=256, q_len=2),
+        "D 256 e4m3": replace(SMALL, head_dim=256, kv_dtype=FP8, num_q_heads=32, q_len=2),
+        "ratio 1": replace(SMALL, num_q_heads=2),
+        "ratio 16": replace(SMALL, num_q_heads=32),
+        "ratio 5, q_len 3": replace(SMALL, num_q_heads=10, q_len=3, q_dtype=FP16),
+        "128 rows": replace(SMALL, lengths=(100,), num_q_heads=16, num_kv_heads=1, q_len=8, kv_dtype=FP8),
+        "pages of 1": replace(SMALL, page_size=1, kv_dtype=FP8, k_scale="token", layout="HND"),
+        "pages of 16": replace(SMALL, page_size=16, layout="uneven"),
+        "pages of 256": replace(SMALL, page_size=256, layout="interleaved", kv_dtype=FP8),
+        "window": replace(SMALL, lengths=(300, 65, 500), window=70, q_len=3),
+        "softcap and sinks": replace(SMALL, softcap=8.0, sinks=True, k_scale="head", v_scale="float"),
+        "one long request": replace(LONG, lengths=(1500,), kv_dtype=FP8, num_ctas=20, sinks=True, k_scale="one"),
+        "few and many pieces": replace(
+            LONG, lengths=(4500, 300, 7, 200, 1500), num_q_heads=2, kv_dtype=FP8, num_ctas=64
+        ),
+        "more than 128 pieces": replace(LONG, lengths=(9000,), num_q_heads=1, head_dim=64, kv_dtype=FP8, num_ctas=141),
+        "runs over several requests": LATER,
+        "solo pieces, then a shared one": replace(LONG, lengths=(60, 100, 20, 1100, 9, 80), num_ctas=1),
+        "nine solo pieces": SOLOS,
+        "many pairs in two pieces": PAIRS,
+        "pages of one token": SMALL_PAGES,
+        "many pieces a CTA": MANY,
+        "many pieces a CTA, e4m3": replace(MANY, kv_dtype=FP8, num_ctas=2, q_len=2, softcap=5.0, sinks=True),
+        "teams of warps": TEAMS,
+        "teams, fp16, window": replace(TEAMS, q_dtype=FP16, kv_dtype=FP16, window=150, q_len=1),
+        "teams, bf16, pages of 16, softcap": replace(TEAMS, kv_dtype=BF16, page_size=16, softcap=8.0, sinks=True),
+        "teams, pages of 1, scales of tokens": replace(
+            TEAMS, q_dtype=FP8, page_size=1, k_scale="token", v_scale="head"
+        ),
+        "teams, many pieces a CTA": replace(
+            TEAMS, lengths=(*range(1, 130, 4), 700, 0, 200), num_kv_heads=2, q_len=1, num_q_heads=32, num_ctas=2
+        ),
+        "teams, pieces of three tiles": replace(TEAMS, lengths=(1100, 0, 70), num_ctas=7, sm_scale=0.05),
+        "teams, window": replace(TEAMS, lengths=(1500, 200), window=333, num_ctas=5),
+        "teams, few and many pieces": replace(TEAMS, lengths=(4500, 300, 7, 200, 1500), num_ctas=64),
+        "teams, more than 64 pieces": replace(TEAMS, lengths=(9000,), num_ctas=141),
+        "teams, 24 rows in two pieces": replace(TEAMS, lengths=(300,) * 4, num_q_heads=8, q_len=3, num_ctas=10),
+        "teams, batch-invariant": replace(TEAMS, lengths=(1300, 65, 0, 1), batch_invariant=True),
+        "many pieces a CTA, 16 rows": replace(MANY, lengths=MANY.lengths[::2], kv_dtype=FP8, num_q_heads=32),
+        "heads abreast, by fours": replace(GROUPS, lengths=(400, 0, 400), num_ctas=4),
+        "heads abreast, by eights": replace(GROUPS, kv_dtype=BF16, q_len=2),
+        "heads abreast, three": replace(GROUPS, num_kv_heads=3, num_q_heads=6, v_scale="float"),
+        "heads abreast, more than a block of slices": replace(GROUPS, lengths=(2300,), num_ctas=2, page_size=32),
+        "heads one by one, for they have sinks": replace(GROUPS, sinks=True, k_scale="head", v_scale="head"),
+        "one CTA": replace(SMALL, lengths=(300, 5, 0, 90), num_ctas=1, kv_dtype=FP8),
+        "batch-invariant": replace(SMALL, lengths=(1100, 65, 0, 1), batch_invariant=True, q_len=2, kv_dtype=FP8),
+        "no tokens at all": replace(SMALL, lengths=(0, 0)),
+    }
+)
 # Two and four row tiles, CTAs with one piece and with many, whole and cut.
 SPREAD = replace(SMALL, lengths=(1, 64, 700, 0, 130, 65), num_q_heads=32, num_ctas=132)
 for kind, kv_dtype in (("bf16", BF16), ("e4m3", FP8)):
@@ -324,7 +313,9 @@ def test_settings_for_measurements(
     inputs.check(*run(emulated, inputs), kernel=True)
 
 
-@pytest.mark.parametrize("name", ["bf16", "e4m3", "batch-invariant", "teams of warps", "a cluster"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "e4m3", "batch-invariant", "teams of warps", "a cluster", "alone", "alone, heads, pages of 32"]
+)
 def test_right_behind_an_update(emulated: Emulated, name: str) -> None:
     """A decode that may not start early reads the map behind its wait, too."""
     emulated.early = False

@@ -70,6 +70,22 @@ def test_one_request_in_clusters(kind: tuple[torch.dtype, torch.dtype], heads: i
     run_twice(inputs)
 
 
+@pytest.mark.parametrize("length", [0, 1, 2, 9, 16, 129, 257, 700, 2048, 3001, 4089, 4096])
+@pytest.mark.parametrize(
+    ("kv_dtype", "heads", "longest"), [(BF16, 1, 4096), (FP8, 1, 4096), (BF16, 8, 2048), (FP8, 8, 2048), (FP8, 8, 4096)]
+)
+def test_one_request_alone(kv_dtype: torch.dtype, heads: int, longest: int, length: int) -> None:
+    """The same of plain calls, whose tokens are all ready before the wait; several of this step, all page sizes."""
+    for q_len, page_size in ((1, 64), (2, 16 if kv_dtype == BF16 else 32), (8, 256)):
+        problem = replace(
+            SMALL, lengths=(min(length, longest),), kv_dtype=kv_dtype, num_q_heads=8 // q_len * heads, q_len=q_len,
+            num_kv_heads=heads, max_seq_len=longest, page_size=page_size,
+        )  # fmt: skip
+        inputs = problem.make("cuda")
+        assert inputs.plan.num_ctas == (16 if heads == 1 else 64)
+        run_twice(inputs)
+
+
 @pytest.mark.parametrize(("kv_dtype", "heads"), [(BF16, 1), (FP8, 1), (FP8, 8)])
 def test_clusters_in_a_captured_step(kv_dtype: torch.dtype, heads: int) -> None:
     """Layers that start early, whose lengths change between replays, equal eager calls, every time."""

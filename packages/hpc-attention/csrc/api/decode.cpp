@@ -168,6 +168,7 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
   if (stages == 0 && cluster > 1 && num_ctas == cluster * num_kv_heads &&
       hpc::attention::decode_cluster_fits(device, cluster)) {
     problem.cluster = cluster;
+    problem.longest = std::min(max_seq_len, p.capacity);
   }
   const int32_t ring = hpc::attention::decode_config(problem).stages;
   // Behind a cluster nothing else waits for its loads.

@@ -20,8 +20,9 @@ struct DecodeProblem {
   bool per_token_scale;  // keys have a scale of their own
   int32_t stages = 0;    // slices in flight a warp; 0: decode_stages()
   int32_t num_kv_heads = 1;
-  bool plain = false;   // nothing is asked for that a plain kernel leaves out: see plain_params()
-  int32_t cluster = 1;  // CTAs of each pair's cluster: see decode_cluster(); 1: none
+  bool plain = false;         // nothing is asked for that a plain kernel leaves out: see plain_params()
+  int32_t cluster = 1;        // CTAs of each pair's cluster: see decode_cluster(); 1: none
+  int32_t longest = 1 << 30;  // most tokens of a request in any step
 };
 
 struct DecodeConfig {
@@ -31,6 +32,7 @@ struct DecodeConfig {
   bool plain;          // a kernel without the code of options (kernels/decode_params.cuh)
   bool abreast;        // whole pairs of several heads of a request go abreast (kernels/decode.cuh)
   int32_t cluster;     // CTAs of a cluster; 1: none
+  bool alone;          // the kernel is kernels/decode_alone.cuh's
   int32_t smem_bytes;  // dynamic shared memory
 };
 
@@ -213,6 +215,28 @@ constexpr DecodeSmem decode_smem(KvKind kv, int head_dim, int row_tiles, int sta
   return smem;
 }
 
+// Where no step has more tokens than the clusters of a plan's one request hold in registers, so many a CTA, plain calls
+// have a kernel of their own (kernels/decode_alone.cuh).
+constexpr int kDecodeAloneTokens = 256;
+// Its shared memory: rows of values, padded against bank conflicts; weights; the warps' (max, sum) pairs; the cluster's
+// pieces; their barrier.
+constexpr int decode_alone_pitch(KvKind kv) {
+  return 128 * kv_bytes(kv) + 16;
+}
+struct DecodeAloneSmem {
+  int values, weights, pairs, cluster, barrier, bytes;
+};
+constexpr DecodeAloneSmem decode_alone_smem(KvKind kv, int cluster) {
+  DecodeAloneSmem smem = {};
+  smem.weights = smem.values + kDecodeAloneTokens * decode_alone_pitch(kv);
+  smem.pairs = smem.weights + kDecodeThreads * 16;
+  smem.cluster = smem.pairs + kDecodeWarps * 4 * 16;
+  smem.barrier = smem.cluster + decode_cluster_bytes(128, cluster);
+  smem.bytes = smem.barrier + 8;
+  return smem;
+}
+static_assert(decode_alone_smem(KvKind::kBf16, kDecodeHeadsCluster).bytes <= kDecodeLeastSmem);
+
 inline DecodeConfig decode_config(const DecodeProblem& problem) {
   DecodeConfig config = {};
   config.row_tiles = decode_row_tiles(problem.head_dim, problem.rows);
@@ -221,9 +245,10 @@ inline DecodeConfig decode_config(const DecodeProblem& problem) {
   config.plain = problem.plain && problem.stages == 0 && decode_has_plain(problem.kv, problem.head_dim);
   config.cluster = problem.cluster;
   config.abreast = config.plain && problem.num_kv_heads > 1 && decode_has_solos(problem.head_dim, config.row_tiles);
+  config.alone = config.plain && config.cluster > 1 && problem.longest <= kDecodeAloneTokens * config.cluster;
   const int used =
       decode_smem(problem.kv, problem.head_dim, config.row_tiles, config.stages, problem.per_token_scale).bytes;
-  config.smem_bytes = used > kDecodeLeastSmem ? used : kDecodeLeastSmem;
+  config.smem_bytes = used > kDecodeLeastSmem && !config.alone ? used : kDecodeLeastSmem;
   return config;
 }
 

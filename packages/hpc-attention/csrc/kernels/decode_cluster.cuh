@@ -9,6 +9,7 @@
 
 #include "decode_merge.cuh"
 #include "hpc/cluster.cuh"
+#include "hpc/mbarrier.cuh"
 
 namespace hpc::attention {
 
@@ -62,17 +63,30 @@ class ClusterSum {
     if (inside < 4) store_async_16(at + kPairsAt, barrier, ml);  // of rows 2t and 2t + 1, t = inside
   }
 
+  // One thread, behind the barrier's initialisation: announces what is pushed here.
+  __device__ __forceinline__ void expect() const {
+    if (pieces_ > 0) mbarrier_arrive_expect_tx(barrier_, pieces_ * (kVectors + 4) * 16);
+  }
+
   // Adds this CTA's share and writes it; zeros where there is no piece. One piece alone has been written as it is. All
   // lanes call it together.
   __device__ __forceinline__ void finish() const {
+    if (pieces_ == 1) return;
+    const ResultPlace to = place();
+    if (threadIdx.x == 0) expect();
+    add(to);
+  }
+  // Where this thread's vector goes.
+  __device__ __forceinline__ ResultPlace place() const {
+    const int32_t vector = static_cast<int32_t>(threadIdx.x) / kShares;
+    return result_place(p_, 0, kv_head_, 0, static_cast<int32_t>(cluster_rank()) * kVectors + vector);
+  }
+  // The same without either, and of one piece too.
+  __device__ __forceinline__ void add(const ResultPlace& to) const {
     const auto thread = static_cast<int32_t>(threadIdx.x);
-    if (p_.batch == 0 || pieces_ == 1 || thread >= kThreads) return;
+    if (p_.batch == 0 || thread >= kThreads) return;
     const int32_t vector = thread / kShares, share = thread % kShares;
-    const ResultPlace to = result_place(p_, 0, kv_head_, 0, static_cast<int32_t>(cluster_rank()) * kVectors + vector);
-    if (pieces_ > 0) {
-      if (thread == 0) mbarrier_arrive_expect_tx(barrier_, pieces_ * (kVectors + 4) * 16);
-      mbarrier_wait(barrier_, 0);
-    }
+    if (pieces_ > 0) mbarrier_wait(barrier_, 0);
     constexpr int kLoads = kCluster / kShares;
     float4 o[kLoads], ml[kLoads];
 #pragma unroll

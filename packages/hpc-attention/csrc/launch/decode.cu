@@ -11,6 +11,7 @@ namespace hpc::attention {
 namespace {
 
 DecodeKernel find_kernel(const DecodeProblem& problem, const DecodeConfig& config) {
+  if (config.alone) return decode_kernel_alone(problem.kv, config);
   const auto find = problem.kv == KvKind::kBf16   ? decode_kernel_bf16
                     : problem.kv == KvKind::kFp16 ? decode_kernel_fp16
                                                   : decode_kernel_e4m3;

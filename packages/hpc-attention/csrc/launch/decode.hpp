@@ -14,6 +14,8 @@ using DecodeKernel = void (*)(DecodeParams);
 DecodeKernel decode_kernel_bf16(int32_t head_dim, const DecodeConfig& config);
 DecodeKernel decode_kernel_fp16(int32_t head_dim, const DecodeConfig& config);
 DecodeKernel decode_kernel_e4m3(int32_t head_dim, const DecodeConfig& config);
+// Those of config.alone.
+DecodeKernel decode_kernel_alone(KvKind kv, const DecodeConfig& config);
 
 // CTAs of the attention kernel on one SM of the current device that a plan should count on: resident at once, and at
 // most kDecodeCtasPerSm.

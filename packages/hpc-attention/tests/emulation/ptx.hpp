@@ -35,6 +35,10 @@ inline int32_t ld_global32(const int32_t* from) {
   return *from;
 }
 
+inline uint4 ld_global128(const void* from) {
+  return *static_cast<const uint4*>(from);
+}
+
 // cluster.cuh
 inline uint32_t cluster_rank() {
   return static_cast<uint32_t>(emulation::cluster_rank());
@@ -260,6 +264,14 @@ inline void e4m3x4_to_half2x2(uint32_t bytes, uint32_t& low, uint32_t& high) {
   }();
   low = table[bytes & 255u] | table[bytes >> 8 & 255u] << 16;
   high = table[bytes >> 16 & 255u] | table[bytes >> 24] << 16;
+}
+inline void e4m3x4_to_bf16x2x2(uint32_t bytes, uint32_t& low, uint32_t& high) {
+  uint32_t halves[2];
+  e4m3x4_to_half2x2(bytes, halves[0], halves[1]);
+  const auto both = [](uint32_t pair) {
+    return pack_half2<Half::kBf16>(half_to_float<Half::kFp16>(pair & 0xffffu), half_to_float<Half::kFp16>(pair >> 16));
+  };
+  low = both(halves[0]), high = both(halves[1]);
 }
 
 }  // namespace hpc
