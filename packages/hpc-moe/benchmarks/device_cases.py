@@ -61,10 +61,10 @@ def grid() -> list[Case]:
         cases.append(Case(quant, 50, experts=512, k=8))
         # The low regime: every number of tiles and splits, both column widths, few and many scale groups.
         for hidden, inter in ((128, 64), (256, 128), (1024, 192), (2048, 768), (2176, 1536), (4096, 192), (4096, 1536)):
-            for tokens in (1, 3, 16):
+            for tokens in (1, 3, 12):
                 for x in ("e4m3", "bf16"):
                     cases.append(Case(quant, tokens, experts=24, k=8, hidden=hidden, inter=inter, x=x))
-        cases.append(Case(quant, 128, experts=192, k=8, hidden=4096, inter=192))
+        cases.append(Case(quant, 96, experts=192, k=8, hidden=4096, inter=192))
         cases.append(Case(quant, 128, experts=512, k=8, hidden=2304, inter=192, x="bf16", wide_ids=True))
         cases.append(Case(quant, 100, experts=192, k=8, hidden=1024, inter=128, pick="one"))
         cases.append(Case(quant, 32, experts=128, k=32, hidden=512, inter=320, pick="dup", skip=0.3, shared=True))

@@ -223,7 +223,7 @@ def test_config_rules() -> None:
     """The rules the implementations are built on: 8-row tiles in the low regime, else the wider the more rows."""
     sizes = dict(num_local_experts=24, num_experts=192, hidden=4096, intermediate=1536, quant="block")
     make = hpc_moe._C.make_config
-    low, mid = make(num_tokens=128, top_k=8, **sizes), make(num_tokens=129, top_k=8, **sizes)
+    low, mid = make(num_tokens=56, top_k=8, **sizes), make(num_tokens=57, top_k=8, **sizes)
     assert (low.regime, mid.regime) == ("low", "mid")
     assert TileRule(*low.rule) == TileRule(8, 8, False) and TileRule(*mid.rule) == TileRule(32, 8, False)
     widest = [make(num_tokens=tokens, top_k=8, **sizes).rule[0] for tokens in (528, 529, 1152, 1153, 8192)]
@@ -234,8 +234,12 @@ def test_config_rules() -> None:
     rules = [tuple(make(num_tokens=each, top_k=8, **triples).rule) for each in (3071, 3072, 4608, 4609, 6143, 6144)]
     assert [rule == (96, 8, True) for rule in rules] == [False, True, True, False, False, True]
     narrow = {**sizes, "intermediate": 192}
-    exact = [make(num_tokens=tokens, top_k=8, **narrow).exact for tokens in (128, 129, 170, 171)]
+    exact = [make(num_tokens=tokens, top_k=8, **narrow).exact for tokens in (120, 121, 170, 171)]
     assert exact == [False, True, True, False]
+    assert [make(num_tokens=tokens, top_k=8, **sizes).exact for tokens in (57, 128, 129)] == [True, True, False]
+    # Per tensor the mid regime is faster a little earlier.
+    tensor = {**narrow, "quant": "tensor"}
+    assert [make(num_tokens=tokens, top_k=8, **tensor).regime for tokens in (96, 97)] == ["low", "mid"]
     # Experts may have all tokens: of more than 128 the low regime's tiles are too many; but a small layer's are not.
     assert [make(num_tokens=tokens, top_k=1, **sizes).regime for tokens in (128, 129)] == ["low", "mid"]
     small = dict(num_local_experts=6, num_experts=6, hidden=640, intermediate=256, quant="block")

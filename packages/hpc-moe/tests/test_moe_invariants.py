@@ -147,15 +147,15 @@ WIDE = {**LAYER, "num_local_experts": 192, "num_experts": 192, "hidden": 4096, "
 
 
 @given(problems(), st.integers(0, 262144))
-@example({**LAYER, "num_tokens": 66}, 64)  # just past the low regime, which needs more
+@example({**LAYER, "num_tokens": 18}, 16)  # just past the low regime, which needs more
 @example({**LAYER, "num_tokens": 32769}, 32768)  # two chunks need less than the largest single one
 @example({**WIDE, "num_tokens": 545}, 544)  # two panels need less than the largest single one
 @example({**WIDE, "num_tokens": 1100}, 1088)  # three less than two
 @example({**WIDE, "num_tokens": 1100, "num_local_experts": 48}, 544)  # a rank's share is a quarter, its workspace whole
 def test_the_workspace_query_covers_every_smaller_call(problem: dict[str, Any], tokens: int) -> None:
     largest = hpc_moe._C.max_workspace_bytes(**problem)
-    low = min(1024, 8 * problem["num_experts"]) // problem["top_k"]
-    for smaller in (tokens, problem["num_tokens"], low, low + 1, 32768, 32769, 1):
+    low = [min(1024, rows * problem["num_experts"]) // problem["top_k"] + more for rows in (2, 4, 5) for more in (0, 1)]
+    for smaller in (tokens, problem["num_tokens"], *low, 32768, 32769, 1):
         smaller = min(smaller, problem["num_tokens"])
         for num_sms in (0, 132):
             call = {**problem, "num_tokens": smaller, "num_sms": num_sms}

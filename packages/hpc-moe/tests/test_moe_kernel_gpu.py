@@ -106,7 +106,7 @@ def test_panels(name: str, moe_case: CaseMaker) -> None:
 
 @pytest.mark.parametrize("name", FP8)
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "inter"), [(1, 128, 64), (3, 2048, 192), (16, 2176, 768), (16, 4096, 192), (5, 256, 1536)]
+    ("tokens", "hidden", "inter"), [(1, 128, 64), (3, 2048, 192), (8, 2176, 768), (14, 4096, 192), (5, 256, 1536)]
 )
 def test_low_regime(name: str, tokens: int, hidden: int, inter: int, moe_case: CaseMaker) -> None:
     """Both column widths, one and more splits, scale groups of 64 and 128, inline and separate quantisation."""
@@ -119,9 +119,10 @@ def test_low_regime(name: str, tokens: int, hidden: int, inter: int, moe_case: C
 
 @pytest.mark.parametrize("name", FP8)
 def test_low_regime_rows_depend_on_themselves_alone(name: str, moe_case: CaseMaker) -> None:
-    case = moe_case(name, 100, 8, 128, 512, 192, device="cuda")
+    case = moe_case(name, 64, 8, 128, 512, 192, device="cuda")
+    assert config_of(case).regime == "low"
     result = case.run()
-    for pick in (slice(0, 3), slice(50, 90), slice(99, 100)):
+    for pick in (slice(0, 3), slice(25, 60), slice(63, 64)):
         assert torch.equal(bits(case.tokens(pick).run()), bits(result[pick]))
 
 

@@ -29,6 +29,8 @@ constexpr int32_t kLowFewPairs = 32;                        // most pairs,
 constexpr int32_t kLowFewX = 16 << 10, kLowFewH = 8 << 10;  // elements of x, and of h
 constexpr int64_t kLowMaxTokens = 128;                      // of the low regime, and
 constexpr int32_t kLowMaxPairs = 1024;  // (token, slot) pairs of the low regime: every CTA routes them itself
+// Beyond these the mid regime is faster: rows an expert on average, and pairs where an expert has kLowLargeBytes.
+constexpr int64_t kLowRows = 4, kLowRowsBlock = 5, kLowLargePairs = 448, kLowLargeBytes = 4 << 20;
 
 // Token tiles of the grouped GEMMs. Where experts have few rows, tiles are at most 32 or 64 rows: shared memory then
 // holds more stages of weights. Where they have several tiles, two neighbours share weights: per tensor, of an average
@@ -61,10 +63,11 @@ constexpr int32_t kPanelGranule = 256;  // columns: a pair of down's units
 // Rounding. The tensor core adds e4m3 products in about 14 bits; now and then an activation rounds to its neighbour for
 // it. Over many activations that is little, but in a small call one step may be a percent of the output. So the low
 // regime, whose sums are fp32, goes on to kLowAgainPairs where its tiles of 8 rows read at most kLowAgainBytes of
-// weights in all; and beyond it gate-up sums in fp32 (exact) in calls of at most kFewActivations, or of at most
-// kFewOfFewColumns in layers of at most kFewColumns columns of I over all experts.
+// weights in all; and beyond it gate-up sums in fp32 (exact) in small calls of at most kExactRows an expert on average,
+// of at most kFewActivations, or of at most kFewOfFewColumns in layers of at most kFewColumns columns of I over all
+// experts.
 constexpr int64_t kLowAgainBytes = 32 << 20, kLowAgainPairs = 512;
-constexpr int64_t kFewActivations = 1 << 18, kFewOfFewColumns = 1 << 20, kFewColumns = 16 << 10;
+constexpr int64_t kExactRows = 8, kFewActivations = 1 << 18, kFewOfFewColumns = 1 << 20, kFewColumns = 16 << 10;
 
 enum class Quant : int32_t { kNone = 0, kBlock = 1, kTensor = 2 };
 
@@ -186,15 +189,32 @@ inline Layout make_layout(const Problem& p, const Config& c) {
 
 }  // namespace detail
 
-// Most (token, slot) pairs of the low regime: 8 for an expert on average (one n8 step); of no more than kLowMaxTokens
-// tokens, as many rows as an expert can have; more where reading an expert's weights for every 8 rows is cheap, since
-// the low regime's sums are fp32; kLowMaxPairs at most. None where the regime must not depend on the batch.
+inline int64_t expert_bytes(const Problem& p) {
+  return 3 * static_cast<int64_t>(p.intermediate) * p.hidden;
+}
+
+// Most (token, slot) pairs of at most `most` or, of no more than kLowMaxTokens tokens, as many as an expert can have;
+// more where reading an expert's weights for every 8 rows is cheap, since the low regime's sums are fp32.
+inline int64_t few_pairs(const Problem& p, int64_t most) {
+  const int64_t tokens = kLowMaxTokens * p.top_k, again = 8 * (kLowAgainBytes / expert_bytes(p));
+  const int64_t few = most < tokens ? most : tokens, more = again < kLowAgainPairs ? again : kLowAgainPairs;
+  const int64_t pairs = few > more ? few : more;
+  return pairs < kLowMaxPairs ? pairs : kLowMaxPairs;
+}
+
+// Most (token, slot) pairs of the low regime: of few rows an expert. None where it must not depend on the batch.
 inline int64_t low_pairs(const Problem& p) {
-  const int64_t average = 8 * static_cast<int64_t>(p.num_experts), tokens = kLowMaxTokens * p.top_k;
-  const int64_t again = 8 * (kLowAgainBytes / (3 * static_cast<int64_t>(p.intermediate) * p.hidden));
-  const int64_t few = average < tokens ? average : tokens, more = again < kLowAgainPairs ? again : kLowAgainPairs;
-  const int64_t most = few > more ? few : more;
-  return p.batch_invariant ? 0 : (most < kLowMaxPairs ? most : kLowMaxPairs);
+  if (p.batch_invariant) return 0;
+  const int64_t rows = (p.quant == Quant::kBlock ? kLowRowsBlock : kLowRows) * p.num_experts;
+  return few_pairs(p, expert_bytes(p) >= kLowLargeBytes && rows > kLowLargePairs ? kLowLargePairs : rows);
+}
+
+// Most pairs for which sums are fp32, in the low regime or above it: at most 8 rows an expert, or few activations.
+inline int64_t exact_pairs(const Problem& p) {
+  const bool few_columns = static_cast<int64_t>(p.num_experts) * p.intermediate <= kFewColumns;
+  const int64_t activations = (few_columns ? kFewOfFewColumns : kFewActivations) / p.intermediate;
+  const int64_t few = few_pairs(p, kExactRows * p.num_experts);
+  return activations > few ? activations : few;
 }
 
 // Tiles of kTileRule that an expert has on average, of `rows` rows over all ranks.
@@ -267,9 +287,7 @@ inline Config make_config(const Problem& p) {
   c.chunk_rows = c.chunk_tokens * p.top_k;
   c.regime = choose_regime(p, c.chunk_tokens);
   const bool low = c.regime == Regime::kLow;
-  const bool few_columns = static_cast<int64_t>(p.num_experts) * p.intermediate <= kFewColumns;
-  c.exact = !low && p.quant != Quant::kNone &&
-            (p.batch_invariant || c.chunk_rows * p.intermediate <= (few_columns ? kFewOfFewColumns : kFewActivations));
+  c.exact = !low && p.quant != Quant::kNone && (p.batch_invariant || c.chunk_rows <= exact_pairs(p));
   c.rule = low ? grouped::TileRule{8, 8, 0} : tile_rule(p, c.chunk_rows, c.exact);
   c.act_group = p.intermediate % 128 == 0 ? 128 : 64;
   c.few = low && c.chunk_rows <= kLowFewPairs && c.chunk_tokens * p.hidden <= kLowFewX &&
@@ -300,8 +318,9 @@ inline Config make_config(const Problem& p) {
   if (c.up_clusters) c.up_grid &= ~1;
   if (c.down_clusters) c.down_grid &= ~1;
   c.index_ctas = low || p.tokens == 0 ? 0 : (c.chunk_rows > 2048 ? kIndexCluster : 1);
-  // With at least 5 rows an expert on average nearly all have rows: the first tasks are known before the index is.
-  c.guess = c.regime == Regime::kMid && c.chunk_rows >= 5 * static_cast<int64_t>(p.num_experts);
+  // With 2 rows an expert on average most have rows: the first tasks are known before the index is, nearly. (The
+  // weights of a guess that is wrong are mostly another CTA's, which then finds them in L2.)
+  c.guess = c.regime == Regime::kMid && c.chunk_rows >= 2 * static_cast<int64_t>(p.num_experts);
   if (c.down_clusters && tokens_are_m(c.rule) && c.act_group == 64 && p.intermediate <= kKeptColumns &&
       p.hidden >= 256) {
     for (c.kept_pairs = kKeptPairs; p.hidden / 256 % c.kept_pairs; --c.kept_pairs) {
