@@ -48,6 +48,24 @@ template <int kWidth, bool kBlock>
 constexpr int kShortSmemBytes = sizeof(ShortSmem<kWidth, kBlock>) + 1024;
 static_assert(kShortSmemBytes<32, true> <= 232448 && kShortSmemBytes<64, true> <= 232448, "227 KB a CTA");
 
+// A producer warp's tasks, 32 found at a time, one a lane: run(turn, lane that has it, found) until it says false.
+// `first`: called when the first have been found.
+template <class T, class First, class Run>
+__device__ __forceinline__ void with_tasks(const GemmParams& p, First first, Run run) {
+  const Schedule<T> schedule(p, p.routing.tile_offsets[p.experts], T::kTensor ? *p.act_scale : 1.0f);
+  TurnTask found{};
+  int base = 0;
+#pragma unroll 1
+  for (int turn = 0;; ++turn) {
+    if (turn - base == 32 || turn == 0) {
+      base = turn;
+      found = schedule.at(base + static_cast<int>(threadIdx.x) % 32);
+      if (turn == 0) first();
+    }
+    if (!run(turn, turn - base, found)) break;
+  }
+}
+
 // A warp that brings weights, of unit `u` of each task; each lane those of the task that it found.
 template <class T>
 __device__ __forceinline__ void produce_short_weights(const GemmParams& p, const CUtensorMap* map,
@@ -57,18 +75,9 @@ __device__ __forceinline__ void produce_short_weights(const GemmParams& p, const
   const uint32_t full = smem_address(s.full[u]), empty = smem_address(s.empty[u]);
   const uint32_t stages = smem_address(s.stage) + u * kShortUnitBytes;
   const uint64_t policy = p.evict_first ? l2_evict_first() : l2_evict_normal();
-  const Schedule<T> schedule(p, p.routing.tile_offsets[p.experts], T::kTensor ? *p.act_scale : 1.0f);
   StageRing<Smem::kStages> head;
-  TurnTask found{};
-  int base = 0;
-#pragma unroll 1
-  for (int turn = 0;; ++turn) {
-    if (turn - base == 32 || turn == 0) {
-      base = turn;
-      found = schedule.at(base + lane);
-    }
-    const int at = turn - base;
-    if (__shfl_sync(~0u, found.width, at) == 0) break;
+  const auto bring = [&](int, int at, const TurnTask& found) {
+    if (__shfl_sync(~0u, found.width, at) == 0) return false;
     if (lane == at) {
       const int row = found.expert * (p.weight_rows / 32) + found.unit * 4;
       const uint32_t barrier = full + head.stage() * 8;
@@ -84,7 +93,9 @@ __device__ __forceinline__ void produce_short_weights(const GemmParams& p, const
     }
     __syncwarp();
     head.advance();
-  }
+    return true;
+  };
+  with_tasks<T>(p, [] {}, bring);
   pdl_wait();  // no thread ends before
 }
 
@@ -95,21 +106,12 @@ __device__ __forceinline__ void produce_short_rows(const GemmParams& p, const CU
   using Smem = ShortSmem<T::kWidth, T::kBlock>;
   const int lane = threadIdx.x % 32;
   const uint32_t full = smem_address(s.rows_full), empty = smem_address(s.rows_empty);
-  const Schedule<T> schedule(p, p.routing.tile_offsets[p.experts], T::kTensor ? *p.act_scale : 1.0f);
   StageRing<Smem::kRowStages> head;
-  TurnTask found{};
-  int base = 0;
-#pragma unroll 1
-  for (int turn = 0;; ++turn) {
-    if (turn - base == 32 || turn == 0) {
-      base = turn;
-      found = schedule.at(base + lane);
-      if (turn == 0) {
-        pdl_wait();
-        pdl_trigger();
-      }
-    }
-    const int at = turn - base;
+  const auto first = [] {
+    pdl_wait();
+    pdl_trigger();
+  };
+  const auto bring = [&](int turn, int at, const TurnTask& found) {
     if (half == 0) {
       if (lane == at) s.turns[turn % kTurns] = found;
       __syncwarp();
@@ -124,7 +126,7 @@ __device__ __forceinline__ void produce_short_rows(const GemmParams& p, const CU
     }
     if (width == 0) {
       if (T::kBlock && half == 1) mbarrier_arrive(barrier);
-      break;
+      return false;
     }
     __syncwarp();
     if (lane < eights) {
@@ -148,7 +150,9 @@ __device__ __forceinline__ void produce_short_rows(const GemmParams& p, const CU
       cp_async_arrive(barrier);
     }
     head.advance();
-  }
+    return true;
+  };
+  with_tasks<T>(p, first, bring);
 }
 
 template <class T, int N>
