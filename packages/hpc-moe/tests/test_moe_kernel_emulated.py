@@ -71,7 +71,13 @@ FAULTS = {
     34: ("scales + g * T::kWidth", "scales + (emulation::fault == 34 ? 0 : g) * T::kWidth"),
     # A warp's copy of up rows is gate's; its rows of h beyond the first round are the first's.
     25: ("up = part % 2;", "up = emulation::fault == 25 ? 0 : part % 2;"),
-    26: ("k * 128, tile_row + row)", "k * 128, tile_row + (emulation::fault == 26 ? row % 32 : row))"),
+    26: ("tile_row + row + (row", "tile_row + (emulation::fault == 26 ? row % 32 : row) + (row"),
+    # Three blocks of rows: the first CTA's third block is the second; both halves of its columns are the first; the
+    # other CTA's largest magnitudes do not count; nor does the parity of such tasks.
+    27: ("if (thread >= 64) row += gap;", "if (thread >= 64 && emulation::fault != 27) row += gap;"),
+    28: ("at_b + blockIdx.x % 2 * ", "at_b + (emulation::fault == 28 ? 0 : blockIdx.x % 2) * "),
+    29: ("fmaxf(of_third[h], there[group][at])", "fmaxf(of_third[h], emulation::fault == 29 ? 0 : there[group][at])"),
+    30: ("before / 2 % 2);", "emulation::fault == 30 ? 0 : before / 2 % 2);"),
     11: ("weight_scales[first + m]", "weight_scales[emulation::fault == 11 ? 0 : first + m]"),
 }
 ROUTING = (6, 7)
@@ -82,6 +88,7 @@ FAULTY = (
     "block,300,2,3,256,256,4,random,0,128,clusters",
     "block,300,2,3,1024,192,2,random,1,128,clusters",
     "tensor,270,1,2,256,192,2,one,0,96,even",
+    "block,180,1,1,128,1024,2,one,0,128,threes",
 )
 CASES = (
     "tensor,9,2,3,256,192,2,random,0,32",
@@ -139,6 +146,13 @@ CASES = (
     "block,400,1,2,1152,64,4,one,1,128,clusters",
     "block,200,1,2,768,192,2,one,1,128,clusters",
     "block,150,1,1,256,64,8,one,1,128,clusters",
+    # Three blocks of rows shared by a cluster: more than once, of few rows, of a single group of K; beside others.
+    "block,180,1,1,640,1024,2,one,0,128,threes",
+    "block,129,1,2,128,256,4,one,0,128,threes",
+    "block,192,1,2,256,320,2,one,0,128,threes",
+    "block,300,2,3,256,256,4,random,0,128,threes",
+    "block,310,1,1,384,192,2,one,0,128,threes",
+    "block,180,1,1,2048,192,2,one,1,128,threes",
     # One CTA of a cluster has a task alone.
     "block,270,1,1,1024,128,2,one,0,128,clusters",
 )

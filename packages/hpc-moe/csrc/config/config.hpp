@@ -43,6 +43,7 @@ constexpr grouped::TileRule kTokenTileRule = {128, 64, 0};
 constexpr int32_t kTripleColumns = 192;
 constexpr grouped::TileRule kTripleRule = {96, 8, 1};
 constexpr int64_t kRowsFor32 = 22, kRowsFor64 = 48;  // most rows an expert, on average, for such tiles
+constexpr int64_t kRowsForThrees = 192;              // and for Config::threes (more than 128)
 
 // Down in clusters with tokens as M and scale groups of 64: rows of h of up to so many columns stay in shared memory
 // for kKeptPairs pairs of 128 columns of H (or fewer, which divide them).
@@ -125,6 +126,7 @@ struct Config {
   bool few;               // low: kernels of few pairs, which quantise x and h in each CTA
   bool up_clusters;       // the gate-up kernel's CTAs share weights by twos
   bool down_clusters;     // the down kernel's
+  bool threes;            // in clusters, of experts of three blocks of 64 rows each CTA takes half
   bool short_rows;        // down: the kernel for rows of w2 of kShortColumns, a task a stage
   int32_t kept_pairs;     // down: pairs of 128 columns of H for which rows of h stay in shared memory; 0: they do not
   bool discard;           // the reduction drops y from L2 once read
@@ -312,6 +314,8 @@ inline Config make_config(const Problem& p) {
   const bool even = c.rule.even || average_tiles(p, c.chunk_rows) % 2 == 0;
   c.up_clusters = share && c.up_grid > 1 && (p.intermediate / 128 > 1 || even);
   c.down_clusters = share && c.down_grid > 1;
+  // By block, where the average expert has three blocks of 64 rows; code of its own, which slows others down.
+  c.threes = share && tokens_are_m(c.rule) && c.chunk_rows <= kRowsForThrees * p.num_experts;
   // Weights as M, by block: CTAs of a cluster share scale groups of single units.
   const bool exchange = !low && p.quant == Quant::kBlock && c.act_group == 128 && !tokens_are_m(c.rule);
   if (exchange && c.up_grid % 2 && p.num_sms > 1) c.up_grid += c.up_grid < p.num_sms ? 1 : -1;

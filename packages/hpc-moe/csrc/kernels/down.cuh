@@ -57,16 +57,33 @@ struct DownTokens {
         auto* out = static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(task.row + row) * p.out_columns +
                     (first_unit + at.unit[b]) * 128 + lane % 4 * 8;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          __nv_bfloat162 eight[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float* v = &acc[b][4 * (4 * i + j) + 2 * h];
-            eight[j] = __floats2bfloat162_rn(v[0], v[1]);
-          }
-          *reinterpret_cast<uint4*>(out + 32 * i) = *reinterpret_cast<const uint4*>(eight);
-        }
+        for (int i = 0; i < 4; ++i) store_eight(out + 32 * i, &acc[b][16 * i + 2 * h]);
       }
+    }
+  }
+
+  // v[4 j] and the next, j < 4.
+  static __device__ __forceinline__ void store_eight(__nv_bfloat16* out, const float* v) {
+    __nv_bfloat162 eight[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) eight[j] = __floats2bfloat162_rn(v[4 * j], v[4 * j + 1]);
+    *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(eight);
+  }
+
+  // kThree: a unit of the CTA's own block, and half of its columns of the third.
+  static __device__ __forceinline__ void run_three(const GemmParams& p, Smem& s, const TurnTask& task, int first_unit,
+                                                   int group, int, float (&acc)[1][64], float (&third)[32]) {
+    const int lane = threadIdx.x % 32, mine = static_cast<int>(blockIdx.x % 2);
+    run<1>(p, s, task, first_unit, {{}, {}, {0}, {group}, 0, 64}, group, acc);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * h;
+      if (64 + row >= task.rows) continue;
+      auto* out = static_cast<__nv_bfloat16*>(p.out) +
+                  static_cast<int64_t>(task.row + (mine ? 64 : 128) + row) * p.out_columns +
+                  (first_unit + group) * 128 + mine * 64 + lane % 4 * 8;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) store_eight(out + 32 * i, &third[16 * i + 2 * h]);
     }
   }
 };
@@ -81,11 +98,11 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
 }
 
 // kKept: K of at most kKeptStages stages, rows of h stay for several pairs of units.
-template <bool kHalf, bool kClusters, bool kKept = false>
+template <bool kHalf, bool kClusters, bool kKept = false, bool kThrees = false>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     down_tokens_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap h_map,
                        const __grid_constant__ GemmParams p) {
-  using T = Traits<Gemm::kDown, Quant::kBlock, kHalf, kMaxWidth, false, true, kClusters, kKept>;
+  using T = Traits<Gemm::kDown, Quant::kBlock, kHalf, kMaxWidth, false, true, kClusters, kKept, kThrees>;
   run_gemm<T, false, DownTokens<T>>(&map, &h_map, p);
 }
 

@@ -189,7 +189,7 @@ struct GateUpEpilogue {
   template <int N>
   static __device__ __forceinline__ void exchange(Smem& s, const float (&amax)[8][T::kWidth]) {
     const int thread = threadIdx.x % 128;
-    const uint32_t exchanged = smem_address(&s.exchanged);
+    const uint32_t exchanged = smem_address(&s.exchanged[0]);
     if (thread == 0) mbarrier_arrive_expect_tx(exchanged, N * 4);
     if (thread < N / 4) {
       float largest[4] = {};
@@ -207,7 +207,8 @@ struct GateUpEpilogue {
 };
 
 // By block, where tokens are M: four lanes have a unit's columns of two rows of each block, 16 neighbouring ones a
-// thread (the map puts weight row 16 t + 2 j + c at shared row 8 j + 2 t + c), and store without a detour.
+// thread (the map puts weight row 16 t + 2 j + c at shared row 8 j + 2 t + c), and store without a detour. kThrees:
+// twice 8 neighbouring ones (32 b + 8 t + 2 j + c at 16 j + 8 b + 2 t + c), so that every other 8 shared rows are 32.
 template <class T>
 struct GateUpTokens {
   static_assert(T::kBlock);
@@ -244,16 +245,114 @@ struct GateUpTokens {
         if (row >= at.live) continue;
         const GroupScale scale = group_scale(largest[b][h]);
         if (stores_scale) p.out_scale[(tile_row + row) * (p.out_columns / kGroup) + column / kGroup] = scale.scale;
-        uint32_t words[4];
+        if constexpr (T::kThrees) {
+          store_half<8>(p, tile_row + row, column, &acc[b][2 * h], scale.inverse);
+          store_half<8>(p, tile_row + row, column + 32, &acc[b][4 + 2 * h], scale.inverse);
+        } else {
+          uint32_t words[4];
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const float* v = &acc[b][8 * w + 2 * h];
-          words[w] = to_e4m3x2(v[0] * scale.inverse, v[1] * scale.inverse) |
-                     static_cast<uint32_t>(to_e4m3x2(v[4] * scale.inverse, v[5] * scale.inverse)) << 16;
+          for (int w = 0; w < 4; ++w) {
+            const float* v = &acc[b][8 * w + 2 * h];
+            words[w] = to_e4m3x2(v[0] * scale.inverse, v[1] * scale.inverse) |
+                       static_cast<uint32_t>(to_e4m3x2(v[4] * scale.inverse, v[5] * scale.inverse)) << 16;
+          }
+          *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + (tile_row + row) * p.out_columns + column +
+                                    lane % 4 * 16) = make_uint4(words[0], words[1], words[2], words[3]);
         }
-        *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + (tile_row + row) * p.out_columns + column +
-                                  lane % 4 * 16) = make_uint4(words[0], words[1], words[2], words[3]);
       }
+    }
+  }
+
+  // 8 of a row's 32 columns from `column` on: v[kStep i] and the next, i < 4.
+  template <int kStep>
+  static __device__ __forceinline__ void store_half(const GemmParams& p, int64_t row, int column, const float* v,
+                                                    float inverse) {
+    uint32_t words[2];
+#pragma unroll
+    for (int w = 0; w < 2; ++w, v += 2 * kStep) {
+      words[w] = to_e4m3x2(v[0] * inverse, v[1] * inverse) |
+                 static_cast<uint32_t>(to_e4m3x2(v[kStep] * inverse, v[kStep + 1] * inverse)) << 16;
+    }
+    *reinterpret_cast<uint2*>(static_cast<uint8_t*>(p.out) + row * p.out_columns + column + threadIdx.x % 4 * 8) =
+        make_uint2(words[0], words[1]);
+  }
+
+  // In place: activations of Count / 2 columns of the thread's two rows, and the largest magnitudes of each row, over
+  // four lanes.
+  template <int Count>
+  static __device__ __forceinline__ void activate(float bound, float (&v)[Count], float (&largest)[2]) {
+    largest[0] = largest[1] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Count / 2; i += 2) {
+      const float2 rounded = __bfloat1622float2(__floats2bfloat162_rn(
+          fast_swiglu(v[i], v[Count / 2 + i], bound), fast_swiglu(v[i + 1], v[Count / 2 + i + 1], bound)));
+      v[i] = rounded.x;
+      v[i + 1] = rounded.y;
+      largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], fmaxf(fabsf(rounded.x), fabsf(rounded.y)));
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
+      largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 2));
+    }
+  }
+
+  // kThree: a unit of the CTA's own block, half of the unit's columns of the third, whose scale groups span both CTAs
+  // (and both units): they tell each other their largest magnitudes. Places by parity of such tasks, `before` of them
+  // so far: who sends for the next but one has had the other's next, sent after these were read.
+  static __device__ __forceinline__ void run_three(const GemmParams& p, Smem& s, const TurnTask& task, int first_unit,
+                                                   int group, int before, float (&acc)[1][64], float (&third)[32]) {
+    constexpr int kGroup = T::kHalf ? 64 : 128;
+    const int thread = threadIdx.x % 128, lane = thread % 32, first_row = thread / 32 * 16 + lane / 4;
+    const int mine = static_cast<int>(blockIdx.x % 2), column = (first_unit + group) * 64;
+    const float bound = swiglu_bound(p.swiglu_limit);
+    // By group, 64 rows each: of the own block, of the third, of the third in the other CTA.
+    float (*own)[T::kWidth] = s.amax[before % 2] + 2, (*here)[T::kWidth] = own + 2, (*there)[T::kWidth] = own + 4;
+    const uint32_t exchanged = smem_address(&s.exchanged[before % 2]);
+    float largest[2], of_third[2];
+    activate(bound, third, of_third);
+    activate(bound, acc[0], largest);
+    if (lane % 4 == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        own[group][first_row + 8 * h] = largest[h];
+        here[group][first_row + 8 * h] = of_third[h];
+      }
+    }
+    if (T::kHalf) {
+      named_barrier_sync(2 + group, 128);
+    } else {
+      named_barrier_sync(1, kConsumers);
+    }
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(exchanged, 2 * 64 * 4);
+    if (thread < 16) {
+      const uint32_t other = static_cast<uint32_t>(mine ^ 1);
+      store_async_16(cluster_address(smem_address(&there[group][4 * thread]), other), cluster_address(exchanged, other),
+                     *reinterpret_cast<const float4*>(&here[group][4 * thread]));
+    }
+    const auto store_scale = [&](int64_t row, float scale) {
+      p.out_scale[row * (p.out_columns / kGroup) + column / kGroup] = scale;
+    };
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t row = task.row + first_row + 8 * h;
+      if constexpr (!T::kHalf) largest[h] = fmaxf(largest[h], own[1 - group][first_row + 8 * h]);
+      const GroupScale scale = group_scale(largest[h]);
+      if (lane % 4 == 0 && (T::kHalf || group == 0)) store_scale(row, scale.scale);
+      store_half<8>(p, row, column, &acc[0][2 * h], scale.inverse);
+      store_half<8>(p, row, column + 32, &acc[0][4 + 2 * h], scale.inverse);
+    }
+    mbarrier_wait(exchanged, before / 2 % 2);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = first_row + 8 * h;
+      if (64 + at >= task.rows) continue;
+      float all = fmaxf(of_third[h], there[group][at]);
+      if constexpr (!T::kHalf) all = fmaxf(fmaxf(all, there[1 - group][at]), here[1 - group][at]);
+      const GroupScale scale = group_scale(all);
+      const int64_t row = task.row + (mine ? 64 : 128) + at;
+      if (lane % 4 == 0 && mine == 0 && (T::kHalf || group == 0)) store_scale(row, scale.scale);
+      store_half<4>(p, row, column + 32 * mine, &third[2 * h], scale.inverse);
     }
   }
 
@@ -292,10 +391,10 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   run_gemm<T, false, GateUpEpilogue<T>>(&map, &half_map, p);
 }
 
-template <bool kHalf, bool kClusters>
+template <bool kHalf, bool kClusters, bool kThrees = false>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     gate_up_tokens_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ GemmParams p) {
-  using T = Traits<Gemm::kUp, Quant::kBlock, kHalf, kMaxWidth, false, true, kClusters>;
+  using T = Traits<Gemm::kUp, Quant::kBlock, kHalf, kMaxWidth, false, true, kClusters, false, kThrees>;
   run_gemm<T, false, GateUpTokens<T>>(&map, nullptr, p);
 }
 

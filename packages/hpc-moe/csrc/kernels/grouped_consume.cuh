@@ -18,19 +18,21 @@ __device__ __forceinline__ uint32_t uniform(uint32_t value) {
   return __shfl_sync(~0u, value, 0);
 }
 
-// Descriptor of an operand in the 128-byte swizzle; `low` is its address in 16 bytes, with kLowBits.
+// Descriptor of an operand in the 128-byte swizzle; `low` is its address in 16 bytes, with kLowBits. kStride: bytes
+// from 8 rows to the next 8.
 constexpr uint32_t kLowBits = 1 << 16;
+template <uint32_t kStride = 1024>
 __device__ __forceinline__ uint64_t descriptor(uint32_t low) {
-  return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | low;
+  return (uint64_t{1} << 62) | (uint64_t{kStride >> 4} << 32) | low;
 }
 
 // One m64 tile over kSteps steps of 32 bytes of K from the operands a and b (descriptors' low words): into `d` from
-// zero, or on top.
-template <WgmmaType kType, int kSteps, bool kAccumulate, int N>
+// zero, or on top. kStride: of b.
+template <WgmmaType kType, int kSteps, bool kAccumulate, int N, uint32_t kStride = 1024>
 __device__ __forceinline__ void multiply(float (&d)[N / 2], uint32_t a, uint32_t b) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    wgmma_ss<kType, N>(d, descriptor(a + 2 * step), descriptor(b + 2 * step), kAccumulate || step > 0);
+    wgmma_ss<kType, N>(d, descriptor(a + 2 * step), descriptor<kStride>(b + 2 * step), kAccumulate || step > 0);
   }
 }
 

@@ -76,6 +76,10 @@ static_assert(sizeof(TurnTask) == 16);
 // And a whole task of stages in which there is nothing to do, where only the other has a task (rows 0, units 0).
 constexpr uint16_t kShared = 1 << 15, kIdle = 1 << 14;
 
+// With kShared, tokens as M: the two tiles are three blocks of 64 rows (the last may be less), of which each CTA has
+// one and half of the third, half the columns of each unit. Its rows here: 64 of its own, then the third's.
+constexpr uint16_t kThree = 1 << 13, kFlags = kShared | kIdle | kThree;
+
 // In TurnTask::units: the first 32 columns of a gate-up unit, in one m64 tile: 8 gate rows and their 8 up rows for each
 // warp; + 1: the other 32.
 constexpr int kHalfUnit = 3;
@@ -118,8 +122,8 @@ struct GemmSmem : std::conditional_t<kKept, KeptRows<kWidth>, NoRows> {
   alignas(16) TurnTask turns[kTurns];
   alignas(8) uint64_t full[Stage::kCount];
   uint64_t empty[Stage::kCount];
-  uint64_t read[2];    // kKept, by parity of the task: its rows of B; one arrival a consumer warp
-  uint64_t exchanged;  // kExchange: the other CTA's largest magnitudes have come
+  uint64_t read[2];       // kKept, by parity of the task: its rows of B; one arrival a consumer warp
+  uint64_t exchanged[2];  // kExchange, kThrees (by parity): the other CTA's largest magnitudes have come
   uint16_t token[kWidth < kTripleWidth ? tall_rows(kWidth) : 2 * kWidth];  // gate-up: tokens of the producers' tiles
 };
 template <int kWidth, bool kKept = false>
@@ -149,8 +153,9 @@ class StageRing {
 // (gate-up): sums are fp32 (grouped_exact.cuh). kTokens: tokens are M (grouped_tokens.cuh).
 // kClusters: of two CTAs, which load a pair of units once where their tasks have the same. kKept (down, tokens as M):
 // a task is a token tile and several pairs of units one after the other, for which the rows of B are loaded once.
+// kThrees (tokens as M, in clusters): tasks of experts of three blocks of 64 rows are kThree.
 template <Gemm kTheGemm, Quant kTheQuant, bool kTheHalf, int kTheWidth, bool kTheExact = false, bool kTheTokens = false,
-          bool kTheClusters = false, bool kTheKept = false>
+          bool kTheClusters = false, bool kTheKept = false, bool kTheThrees = false>
 struct Traits {
   static constexpr Gemm kGemm = kTheGemm;
   static constexpr Quant kQuant = kTheQuant;
@@ -160,6 +165,8 @@ struct Traits {
   static constexpr bool kTokens = kTheTokens;
   static constexpr bool kClusters = kTheClusters;
   static constexpr bool kKept = kTheKept;
+  static constexpr bool kThrees = kTheThrees;
+  static_assert(!kThrees || (kTokens && kClusters));
   static constexpr bool kTriples = kWidth == kTripleWidth;
   static_assert(!kTriples || (kGemm == Gemm::kUp && kQuant == Quant::kTensor && kClusters));
   using Smem = GemmSmem<kWidth, kKept>;

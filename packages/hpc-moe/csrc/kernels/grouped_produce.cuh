@@ -161,7 +161,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
   };
   const auto early_stages = [&](int pairs) { return min(kStages, T::kKept ? num_k * pairs : num_k); };
   const auto prefetch = [&](const TurnTask& task) {
-    const int row = weight_coordinate<T>(p, task.expert & ~kShared, task.unit);
+    const int row = weight_coordinate<T>(p, task.expert & ~kFlags, task.unit);
     for (int i = 0; i < early_stages(task.second_rows); ++i) {
       const int pair = T::kKept ? i / num_k : 0;
       if (warp == 0) mbarrier_expect_tx(full + i * 8, weight_bytes<T>(task.units));
@@ -204,6 +204,17 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
       if (mine.units == 0 && other.units > 0) {
         mine = {0, 0.0f, kIdle, 0, 0, 8, 0, T::kKept ? other.second_rows : uint8_t{0}};
       } else if (mine.units == 2 && other.units == 2 && mine.expert == other.expert && mine.unit == other.unit) {
+        if constexpr (T::kThrees) {
+          const bool odd = blockIdx.x % 2;
+          const int first = odd ? other.row : mine.row, third = odd ? mine.row : other.row;
+          const int rows = odd ? mine.rows : other.rows;
+          // All of the expert: of more rows it gains nothing.
+          if (third == first + 128 && rows <= 64 && first == p.routing.offsets[mine.expert]) {
+            mine.expert |= kThree;
+            mine.row = first + (odd ? 64 : 0);
+            mine.rows = static_cast<uint8_t>(64 + rows);
+          }
+        }
         mine.expert |= kShared;
       }
     }
@@ -231,8 +242,15 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
 
   // Row `thread` of the task of turn `base` + at, as a slot: asked for one task early.
   const auto field = [&](int value, int at) { return __shfl_sync(~0u, value, at); };
+  // Rows of B between a task's first 64 and the others, the other CTA's (kThree).
+  const auto gap_of = [&](int flags) { return T::kThrees && (flags & kThree) && blockIdx.x % 2 == 0 ? 64 : 0; };
   const auto slot_of = [&](int at) {
-    const int row = field(found.row, at), rows = field(found.rows, at);
+    int row = field(found.row, at);
+    const int rows = field(found.rows, at);
+    if constexpr (T::kThrees && kGemm == Gemm::kUp) {
+      const int gap = gap_of(field(found.expert, at));
+      if (thread >= 64) row += gap;
+    }
     return kGemm == Gemm::kUp && thread < rows ? p.routing.row_to_slot[row + thread] : 0;
   };
 #pragma unroll 1
@@ -275,7 +293,7 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     }
     const int at = turn - base;
     const int width = field(found.width, at), units = field(found.units, at);
-    const int flags = T::kClusters ? field(found.expert, at) & (kShared | kIdle) : 0;
+    const int flags = T::kClusters ? field(found.expert, at) & kFlags : 0;
     if (width > 0 && units == 0 && !(flags & kIdle)) {
       slot = slot_of(at + 1);
       continue;
@@ -287,14 +305,15 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
     ++published;
     if (width == 0) break;
     const int tile_row = field(found.row, at), rows = field(found.rows, at);
-    const int expert = field(found.expert, at) & ~(kShared | kIdle), unit = field(found.unit, at);
+    const int expert = field(found.expert, at) & ~kFlags, unit = field(found.unit, at);
     const int second = T::kTwoTiles ? field(found.second_rows, at) : 0;
     // kTall: rows of B of a task of one unit lie behind it, the second warpgroup's behind the first's.
     const uint32_t back = T::kTall && units != 2 ? kUnitBytes : 0;
     const int height = T::kTall ? rows + second : rows;
     // Where the thread's rows start, in 16 bytes.
     [[maybe_unused]] uint32_t source[T::kTaskRows / 16], source2[T::kTall ? 1 : kWidth / 16];
-    int own = tile_row + thread, own2 = 0;  // rows of B that the tiles' rows `thread` read
+    const int gap = gap_of(flags);
+    int own = tile_row + thread + (thread >= 64 ? gap : 0), own2 = 0;  // rows of B that the tiles' rows `thread` read
     if constexpr (kGemm == Gemm::kUp) {
       own = slot / p.top_k;
       if (second) own2 = thread < second ? p.routing.row_to_slot[tile_row + rows + thread] / p.top_k : 0;
@@ -376,7 +395,8 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
         const uint32_t first = T::kKept ? kept + k * kWidth * 128 : stage + 2 * kUnitBytes;
 #pragma unroll 1
         for (int row = warp * kRowsBox; row < rows; row += kProducers / 32 * kRowsBox) {
-          tma_load_2d(first + row * 128, b_map, full + head.stage() * 8, k * 128, tile_row + row);
+          tma_load_2d(first + row * 128, b_map, full + head.stage() * 8, k * 128,
+                      tile_row + row + (row >= 64 ? gap : 0));
         }
       }
       if constexpr (T::kBlock) {
@@ -422,7 +442,7 @@ __device__ __forceinline__ void run_gemm(const CUtensorMap* map, const CUtensorM
       mbarrier_init(smem_address(&s.empty[i]), (T::kClusters ? 2 : 1) * kConsumers / 32);
     }
     for (int i = 0; i < 2 && T::kKept; ++i) mbarrier_init(smem_address(&s.read[i]), kConsumers / 32);
-    if constexpr (T::kExchange) mbarrier_init(smem_address(&s.exchanged), 1);
+    for (int i = 0; i < 2 && (T::kExchange || T::kThrees); ++i) mbarrier_init(smem_address(&s.exchanged[i]), 1);
     mbarrier_init_fence();
   }
   __syncthreads();

@@ -85,6 +85,77 @@ __device__ __forceinline__ void multiply_tokens(const GemmParams& p, typename T:
   }
 }
 
+// K loop of one task of which a warpgroup has a unit for two blocks, its CTA's own, whole, and the third, by half of
+// the columns (kThree). Half `mine` of a unit: gate-up: every other 8 rows, as many of gate as of up; down: 64 rows.
+template <class T>
+__device__ __forceinline__ void multiply_three(const GemmParams& p, typename T::Smem& s, typename T::Ring& ring,
+                                               uint32_t at_a, uint32_t at_b, int unit, float (&acc)[64],
+                                               float (&third)[32]) {
+  constexpr int kSteps = 4 / T::kGroups;
+  constexpr bool kUp = T::kGemm == Gemm::kUp;
+  constexpr int kKinds = kUp ? 2 : 1;
+  constexpr uint32_t kBlock = 64 * 128 >> 4, kStride = kUp ? 2048 : 1024;
+  const int lane = threadIdx.x % 32, num_k = (p.k_bytes + 127) / 128;
+  const uint32_t full = smem_address(s.full), back = back_address<T>(smem_address(s.empty));
+  const uint32_t stages = smem_address(s.stage) >> 4;
+  const uint32_t at_half = at_b + blockIdx.x % 2 * (kUp ? 1024 >> 4 : kBlock);
+  const int place = scale_place(threadIdx.x % 128 / 32 * 16 + lane / 4);  // the third's is 64 further
+#pragma unroll
+  for (int i = 0; i < 64; ++i) acc[i] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) third[i] = 0.0f;
+  bool ready = false;  // the stage has been waited for
+#pragma unroll 1
+  for (int k = 0; k < num_k; ++k) {
+    const uint32_t stage = ring.stage();
+    if (!ready) arrived<T>(full, ring);
+    const uint32_t base = stages + uniform(stage * (T::kStageBytes >> 4));
+    const uint32_t rows = (T::kKept ? uniform(k * (T::kWidth * 128 >> 4)) : base) + at_a;
+    const float* scale = s.scale[stage];
+    ring.advance();
+    const auto run = [&](int g, bool last) {
+      const float* weights = scale + 2 * T::kWidth + g * 4 + unit * 2;
+      float of[2][2][kKinds];  // by block and row
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+          for (int m = 0; m < kKinds; ++m) {
+            of[b][h][m] = scale[g * T::kWidth + 64 * b + place + 2 * h] * weights[m];
+          }
+        }
+      }
+      float part[64], half[32];
+      wgmma_fence(part);
+      wgmma_arrive();
+      multiply<WgmmaType::kE4m3, kSteps, false, 128>(part, rows + 2 * kSteps * g, base + at_b + 2 * kSteps * g);
+      wgmma_commit();
+      wgmma_fence(half);
+      wgmma_arrive();
+      multiply<WgmmaType::kE4m3, kSteps, false, 64, kStride>(half, rows + kBlock + 2 * kSteps * g,
+                                                             base + at_half + 2 * kSteps * g);
+      wgmma_commit();
+      if (last) ready = k + 1 < num_k && has_arrived<T>(full, ring);
+      wgmma_wait<1>();
+      wgmma_fence(part);
+#pragma unroll
+      for (int i = 0; i < 64; ++i) acc[i] = fmaf(part[i], of[0][i / 2 % 2][i * kKinds / 64], acc[i]);
+      wgmma_fence(acc);  // while the other is multiplied
+      wgmma_wait<0>();
+      wgmma_fence(half);
+      if (last) give_back<T>(back + stage * 8);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) third[i] = fmaf(half[i], of[1][i / 2 % 2][i * kKinds / 32], third[i]);
+    };
+    const bool second = T::kGroups == 2 && (k + 1) * 128 <= p.k_bytes;
+    run(0, !second);
+    if constexpr (T::kGroups == 2) {
+      if (second) run(1, true);
+    }
+  }
+}
+
 // In 16 bytes, with kLowBits: where the kept rows of B of a task lie, by the parity of the task.
 template <class T>
 __device__ __forceinline__ uint32_t kept_rows(typename T::Smem& s, int parity) {
@@ -101,7 +172,8 @@ __device__ __forceinline__ void give_rows_back(typename T::Smem& s, int parity) 
   }
 }
 
-// Consumer warps. `Epilogue::run<kBlocks>(p, s, task, first unit, blocks, group, acc)` stores the blocks.
+// Consumer warps. `Epilogue::run<kBlocks>(p, s, task, first unit, blocks, group, acc)` stores the blocks,
+// `run_three(p, s, task, first unit, group, tasks of three before, acc, third)` those of kThree.
 template <class T, class Epilogue>
 __device__ __forceinline__ void consume_tokens(const GemmParams& p, typename T::Smem& s) {
   const int group = uniform(threadIdx.x / 128);
@@ -109,6 +181,7 @@ __device__ __forceinline__ void consume_tokens(const GemmParams& p, typename T::
   constexpr uint32_t kUnit = kUnitBytes >> 4, kHalfTile = 64 * 128 >> 4;
   Epilogue::prepare(p, s);
   typename T::Ring ring;
+  [[maybe_unused]] int threes = 0;
 #pragma unroll 1
   for (int turn = 0;; ++turn) {
     mbarrier_wait(full + ring.stage() * 8, ring.phase());
@@ -119,6 +192,21 @@ __device__ __forceinline__ void consume_tokens(const GemmParams& p, typename T::
       skip_stages<T>(s, ring, T::kClusters && task.units == 0 ? task_stages<T>(p, task) : task.units);
       give_rows_back<T>(s, turn % 2);
       continue;
+    }
+    if constexpr (T::kThrees) {
+      if (task.expert & kThree) {
+        const uint32_t at_a = T::kKept ? kept_rows<T>(s, turn % 2) : kLowBits + 2 * kUnit;
+        const uint32_t at_b = uniform(kLowBits + group * kUnit);
+        const int pairs = T::kKept ? task.second_rows : 1;
+#pragma unroll 1
+        for (int pair = 0; pair < pairs; ++pair) {
+          float acc[1][64], third[32];
+          multiply_three<T>(p, s, ring, at_a, at_b, group, acc[0], third);
+          if (pair + 1 == pairs) give_rows_back<T>(s, turn % 2);
+          Epilogue::run_three(p, s, task, task.unit + 2 * pair, group, threes++, acc, third);
+        }
+        continue;
+      }
     }
     const bool two_tiles = T::kTwoTiles && task.second_rows > 0;
     const bool split = !two_tiles && task.units == 2 && rows <= 64;  // a unit a warpgroup

@@ -57,6 +57,7 @@ struct GemmParams {
   void* out;               // gate-up: h [rows, I]; down: y [rows, out_columns] bf16
   float* out_scale;        // gate-up, kBlock: [rows, I groups]
   int32_t k_bytes;         // bytes of K: a row of B and of the weights
+  bool threes;             // experts of three blocks of 64 rows are shared evenly by a cluster's CTAs (kThree)
   int32_t pairs;           // down: pairs of units of a task for which rows of h are kept; 0: they are not
   int32_t units;           // 64-column units of I (gate-up) or 128-column units of H (down)
   int32_t out_columns;     // I or H; down of a panel (panels.hpp): its columns

@@ -197,6 +197,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   up.weight_rows = 2 * c.intermediate;
   up.top_k = c.top_k;
   up.swiglu_limit = c.swiglu_limit;
+  up.threes = config.threes && config.up_clusters;
   const bool as_m = tokens_are_m(config.rule);
   if (c.kernels & 2u) {
     launch_gate_up(c.quant, half, up_map, half_map, up, as_m, config.up_clusters, config.rule.max_rows, config.exact,
@@ -221,6 +222,7 @@ void run_chunk(const Call& c, const Config& config, int64_t begin, int64_t token
   down.weight_rows = c.hidden;
   down.top_k = c.top_k;
   down.pairs = config.kept_pairs;
+  down.threes = config.threes && config.down_clusters;
   run_panels(c, config, down, reduce_params(c, begin, tokens, down.out, routing.slot_to_row), h_map, num_sms, stream);
 }
 
@@ -235,7 +237,8 @@ void run(const Call& c, const Config& config, int num_sms, cudaStream_t stream) 
   const int64_t experts = c.num_local;
   const bool as_m = tokens_are_m(config.rule);
   const CUtensorMap up_map =
-      gate_up_weight_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element, as_m);
+      gate_up_weight_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element, as_m,
+                         config.threes && config.up_clusters);
   const CUtensorMap half_map =
       gate_up_half_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element, c.intermediate);
   const CUtensorMap h_map = down_row_map(at<uint8_t>(c.workspace, config.layout.h), config.chunk_rows,

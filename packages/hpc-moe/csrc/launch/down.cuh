@@ -22,12 +22,19 @@ void launch_down_as(const CUtensorMap& map, const CUtensorMap& h_map, const Gemm
         if (p.pairs > 0) {
           config.smem_bytes = kGemmSmemBytes<kMaxWidth, true>;
           config.cluster = 2;
-          launch(&down_tokens_kernel<kHalf, true, true>, config, map, h_map, p);
+          p.threes ? launch(&down_tokens_kernel<kHalf, true, true, true>, config, map, h_map, p)
+                   : launch(&down_tokens_kernel<kHalf, true, true>, config, map, h_map, p);
           return;
         }
       }
       config.smem_bytes = kGemmSmemBytes<kMaxWidth>;
       config.cluster = clusters ? 2 : 1;
+      if constexpr (!kHalf) {
+        if (p.threes) {
+          launch(&down_tokens_kernel<kHalf, true, false, true>, config, map, h_map, p);
+          return;
+        }
+      }
       clusters ? launch(&down_tokens_kernel<kHalf, true>, config, map, h_map, p)
                : launch(&down_tokens_kernel<kHalf, false>, config, map, h_map, p);
       return;

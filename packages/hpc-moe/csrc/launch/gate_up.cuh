@@ -20,8 +20,9 @@ void launch_gate_up_as(const CUtensorMap& map, const CUtensorMap& half_map, cons
     if (tokens) {
       config.smem_bytes = kGemmSmemBytes<kMaxWidth>;
       config.cluster = clusters ? 2 : 1;
-      clusters ? launch(&gate_up_tokens_kernel<kHalf, true>, config, map, p)
-               : launch(&gate_up_tokens_kernel<kHalf, false>, config, map, p);
+      p.threes   ? launch(&gate_up_tokens_kernel<kHalf, true, true>, config, map, p)
+      : clusters ? launch(&gate_up_tokens_kernel<kHalf, true>, config, map, p)
+                 : launch(&gate_up_tokens_kernel<kHalf, false>, config, map, p);
       return;
     }
   }

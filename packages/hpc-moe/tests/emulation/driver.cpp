@@ -3,7 +3,8 @@
 // quant none, block or tensor; pick random, one (all on the last expert) or none; promoted 1 for the down kernel that
 // promotes, or, by block in clusters, keeps rows of h, and the reduction that drops y; widest of the token tiles: 32,
 // 64 or 128 (or 96: gate-up's tasks of three units, KERNELS even); KERNELS tokens: are M; clusters: of two CTAs, per
-// tensor, or by block with tokens as M; even: those and an even number of tiles. Down and the reduction run for all
+// tensor, or by block with tokens as M; threes: these where experts of three blocks are shared evenly; even: clusters
+// and an even number of tiles. Down and the reduction run for all
 // columns, then once more in panels of them. Prints "bad N" a case; exit status 1 where any is not 0, 3 where the
 // emulation found a fault.
 #include <cstdio>
@@ -26,7 +27,8 @@ struct Run : Layer {
     down.pairs = c.hidden / 256 % kKeptPairs ? 1 : kKeptPairs;
     const auto gate_up = [&] {
       if constexpr (kQuant == Quant::kBlock) {
-        gate_up_tokens_kernel<kHalf, true>(up_map, up);
+        c.threes ? gate_up_tokens_kernel<kHalf, true, true>(up_map, up)
+                 : gate_up_tokens_kernel<kHalf, true>(up_map, up);
       } else {
         if (c.widest == kTripleWidth) {
           return gate_up_kernel<kQuant, kHalf, kTripleWidth, false, true>(up_map, half_map(), up);
@@ -36,6 +38,7 @@ struct Run : Layer {
     };
     const auto of_down = [&](const CUtensorMap& of, const GemmParams& p) {
       if constexpr (kQuant == Quant::kBlock) {
+        if (c.threes && kHalf == (c.promoted != 0)) return down_tokens_kernel<kHalf, true, kHalf, true>(of, h_map, p);
         if (kHalf && c.promoted) return down_tokens_kernel<kHalf, true, kHalf>(of, h_map, p);
         down_tokens_kernel<kHalf, true>(of, h_map, p);
       } else if (c.promoted) {
@@ -134,7 +137,8 @@ int main(int argc, char** argv) {
     in >> c.quant >> c.tokens >> c.top_k >> c.experts >> c.hidden >> c.inter >> c.grid >> c.pick >> c.promoted >>
         c.widest >> kernels;
     c.even = kernels == "even";
-    c.clusters = c.even || kernels == "clusters";
+    c.threes = kernels == "threes";
+    c.clusters = c.even || c.threes || kernels == "clusters";
     c.tokens_are_m = kernels == "tokens" || (c.clusters && c.quant == "block");
     const int bad = Run(c).run_any();
     std::printf("%s: bad %d\n", argv[i], bad);

@@ -47,13 +47,17 @@ float operand(uint64_t descriptor, int row, int k) {
   const uint32_t address = static_cast<uint32_t>(descriptor & 0x3FFF) << 4, start = address & ~1023u;
   const uint32_t byte = (address & 1023u) + static_cast<uint32_t>(Type == WgmmaType::kE4m3 ? k : 2 * k);
   const uint32_t chunk = (byte >> 4) ^ static_cast<uint32_t>(row & 7);
-  const uint8_t* at = emulation::shared(start + static_cast<uint32_t>(row) * 128 + (chunk << 4) + (byte & 15), 2);
+  const uint32_t stride = static_cast<uint32_t>(descriptor >> 32 & 0x3FFF) << 4, eight = static_cast<uint32_t>(row) / 8;
+  const uint8_t* at =
+      emulation::shared(start + eight * stride + static_cast<uint32_t>(row) % 8 * 128 + (chunk << 4) + (byte & 15), 2);
   return Type == WgmmaType::kE4m3 ? e4m3_value(*at) : bf16_value(at);
 }
 
 template <WgmmaType Type, int N>
 void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
-  emulation::check(a >> 16 == wgmma_descriptor(0) >> 16 && b >> 16 == wgmma_descriptor(0) >> 16, "descriptor");
+  const uint64_t stride = uint64_t{0x3FFF} << 32;
+  emulation::check(((a ^ wgmma_descriptor(0)) & ~stride) >> 16 == 0 && ((b ^ wgmma_descriptor(0)) & ~stride) >> 16 == 0,
+                   "descriptor");
   const int lane = emulation::lane(), warp = static_cast<int>(threadIdx.x) % 128 / 32;
   float* out = d;
   emulation::products([=] {
