@@ -85,10 +85,10 @@ constexpr int decode_early_slices(int stages) {
   return (stages + 1) / 2;
 }
 
-// A CTA with so many tiles asks for half as much again before the wait, by half of its warps, but where pairs are split
-// not at once: values of a warp's first slice so many cycles behind its keys, the second slices so many behind these.
-// What is asked for in one go stands in front of what is waited for: behind 64 KB of its own SM a load takes 3,000
-// cycles, and 400 else.
+// A CTA with so many tiles asks for half as much again before the wait, by half of its warps, which bring their next
+// slices' keys into L2 as well, but where pairs are split not at once: values of a warp's first slice so many cycles
+// behind its keys, the second slices so many behind these. What is asked for in one go stands in front of what is
+// waited for: behind 64 KB of its own SM a load takes 3,000 cycles, and 400 else.
 struct DecodePace {
   int32_t least_tiles, values, second;
 };

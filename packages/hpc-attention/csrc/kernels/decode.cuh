@@ -175,6 +175,9 @@ class DecodeWorker {
           }
           // The slice behind the early ones follows at once: its addresses are made before the wait.
           const bool pushes = kQuickStart && waits && step < kStages && feed.plain(following);
+          if constexpr (kPaced) {
+            if (waits && step > p_.early_slices) feed.touch_keys();
+          }
           if (waits) pdl_wait();
           waited |= waits;
           if (asks) load_query(row);

@@ -122,6 +122,18 @@ class Feed {
     slice = slice_at(token);
     return true;
   }
+  // Brings its keys into L2: a line a lane, of rows of 128 or 256 bytes. (Only kernels with a slice a warp call it.)
+  __device__ __forceinline__ void touch_keys() {
+    if (index_ >= count_ || log_ids_ > 0) return;
+    constexpr int kLines = Layout::kRowBytes / 128, kRows = 32 / kLines;
+    static_assert(kTokens == kRows && kLines * 128 == Layout::kRowBytes);
+    const int32_t where = __shfl_sync(kAllLanes, where_, index_), token = first_token(where);
+    const uint32_t id = page(), lane = fresh_lane(),
+                   inside = static_cast<uint32_t>(token) & ((1u << p_.page_shift) - 1);
+    kv_head_ = pieces_[where].kv_head;
+    if (token + static_cast<int32_t>(lane / kLines) >= pieces_[where].limit) return;
+    prefetch_l2(address(p_.k, id, inside + lane / kLines, lane % kLines * 8));
+  }
   // Asks for it.
   __device__ __forceinline__ void push(const Ring& ring, const Slice& slice) {
     copy_page(ring.at() + own_ * Layout::kRowBytes, slice.k, slice.v, fresh_lane());
