@@ -1,0 +1,67 @@
+"""What .ci/gpu_sanitizer.sh's logs say: a line a tool and package, and under it the kernels that were reported.
+
+    python3 summary.py OUT
+
+Exit status 1 where a tool reported what is not KNOWN, a call failed or gave other bits than alone, or cases are left.
+"""
+
+import collections
+import pathlib
+import re
+import sys
+
+# Reports that are no errors: (tool, part of the kernel's name) -> why.
+KNOWN = {
+    ("initcheck", "moe::gate_up_kernel"): "the guessed tile, loaded before it is known to exist; not used then",
+    ("racecheck", "moe::gate_up_kernel"): "the tool's: named barriers of halves (common/tests/sanitizer_barriers.cu)",
+}
+
+
+def cases(path: pathlib.Path) -> dict[int, str]:
+    """Number and checksum of every case that ended."""
+    found = re.findall(r"^ *(\d+) ([0-9a-f]{8}) ", path.read_text(errors="replace"), re.MULTILINE)
+    return {int(number): checksum for number, checksum in found}
+
+
+def reports(path: pathlib.Path) -> collections.Counter[str]:
+    """How often each kernel was named, up to the template's end."""
+    if not path.exists():
+        return collections.Counter({"no log": 1})
+    text = path.read_text(errors="replace")
+    names = re.findall(r"\bat (?:void )?([\w:]+kernel(?:<.*?>)?)\(", text)
+    lines = collections.Counter(
+        re.sub(r"hpc::\w+::(?=\w+\)\d)|\((?:int|bool|hpc::[\w:]+)\)", "", name) for name in names
+    )
+    if not lines and not re.search(r"SUMMARY: 0 (errors|hazards)", text):
+        lines["no summary: ended early"] = 1
+    return lines
+
+
+def main() -> int:
+    out = pathlib.Path(sys.argv[1])
+    base = {path.name.split(".")[1]: cases(path) for path in out.glob("base.*.txt")}
+    wrong = 0
+    for tool in ("memcheck", "initcheck", "synccheck", "racecheck"):
+        for package, alone in sorted(base.items()):
+            paths = sorted(out.glob(f"{tool}.{package}.*.txt"))
+            if not paths:
+                continue
+            got = {number: checksum for path in paths for number, checksum in cases(path).items()}
+            other = [number for number, checksum in got.items() if alone.get(number) != checksum]
+            failed = [line for path in paths for line in re.findall("FAILED.*", path.read_text(errors="replace"))]
+            said = sum((reports(path.with_suffix(".log")) for path in paths), collections.Counter())
+            early = [path.name for path in paths if "end" not in path.read_text(errors="replace").splitlines()]
+            print(f"{tool:10s}{package:10s} {len(got)} of {len(alone)} cases, {len(other)} with other bits")
+            for line in (*failed, *(f"ended early: {name}" for name in early)):
+                print(f"    {line[:200]}")
+            unknown = 0
+            for kernel, count in said.most_common(12):
+                why = next((why for (of, name), why in KNOWN.items() if of == tool and name in kernel), "")
+                unknown += not why
+                print(f"    {count:6d} {kernel}{': ' + why if why else ''}")
+            wrong += bool(other or failed or early or unknown)
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
