@@ -212,12 +212,12 @@ FAULTS = {
     "alone: one head's keys and values for all": Fault(
         "decode_alone.cuh", "static_cast<uint64_t>(kv_head_) * cache.head_stride", "0", ALONE_HEADS),
     "alone: one warp's values for all": Fault(
-        "decode_alone.cuh", "values[2 * w][0]", "values[0][0]", ALONE),
+        "decode_alone.cuh", "values[2 * w + half]", "values[half]", ALONE),
     "alone: a row sees later tokens": Fault(
         "decode_alone.cuh", "token < begin_ || token >= row_ends[i & 1]", "token < begin_",
         replace(ALONE, lengths=(20,), num_q_heads=2, q_len=4)),
-    "alone: warps' results are not rescaled": Fault(
-        "decode_alone.cuh", "exp2_approx(pairs[w].x - ml.x)", "1.0f", ALONE),
+    "alone: each warp has a reference of its own": Fault(
+        "decode_alone.cuh", "fmaxf(reference[0], __uint_as_float(m.x))", "reference[0]", ALONE),
     "alone: values are read before they have arrived": Fault(
         "decode_alone.cuh", "cp_async_wait<0>();", None, ALONE),
     "alone: a result is pushed to a CTA that may not have begun": Fault(
@@ -247,6 +247,8 @@ RACES = {
         "decode_team.cuh", "named_barrier_sync(1 + team_, kTeamThreads);\n    }\n", None, LONG_TEAMS),
     "keys are asked for before the old ones have been read": Fault(
         "decode_team.cuh", "__syncwarp();\n      ask_for_keys", None, LONG_TEAMS),
+    "alone: largest scores are read before they are there": Fault(
+        "decode_alone.cuh", "__syncthreads();\n#pragma unroll\n    for (int w", None, ALONE),
     "alone: weights are read before they are there": Fault(
         "decode_alone.cuh", "__syncthreads();\n    read_values", None, ALONE),
     "lanes of a team do not wait for each other's keys": Fault(

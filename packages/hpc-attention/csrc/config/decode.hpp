@@ -218,19 +218,20 @@ constexpr DecodeSmem decode_smem(KvKind kv, int head_dim, int row_tiles, int sta
 // Where no step has more tokens than the clusters of a plan's one request hold in registers, so many a CTA, plain calls
 // have a kernel of their own (kernels/decode_alone.cuh).
 constexpr int kDecodeAloneTokens = 256;
-// Its shared memory: rows of values, padded against bank conflicts; weights; the warps' (max, sum) pairs; the cluster's
-// pieces; their barrier.
+// Its shared memory: rows of values, padded against bank conflicts; weights; the rows' largest scores and sums of each
+// warp; the cluster's pieces; their barrier.
 constexpr int decode_alone_pitch(KvKind kv) {
   return 128 * kv_bytes(kv) + 16;
 }
 struct DecodeAloneSmem {
-  int values, weights, pairs, cluster, barrier, bytes;
+  int values, weights, largest, sums, cluster, barrier, bytes;
 };
 constexpr DecodeAloneSmem decode_alone_smem(KvKind kv, int cluster) {
   DecodeAloneSmem smem = {};
   smem.weights = smem.values + kDecodeAloneTokens * decode_alone_pitch(kv);
-  smem.pairs = smem.weights + kDecodeThreads * 16;
-  smem.cluster = smem.pairs + kDecodeWarps * 4 * 16;
+  smem.largest = smem.weights + kDecodeThreads * 16;
+  smem.sums = smem.largest + kDecodeWarps * kRowTile * 4;
+  smem.cluster = smem.sums + kDecodeWarps * kRowTile * 4;
   smem.barrier = smem.cluster + decode_cluster_bytes(128, cluster);
   smem.bytes = smem.barrier + 8;
   return smem;

@@ -6,9 +6,9 @@
 //   the keys of its 32 tokens (operand A: straight from memory, see mma.cuh), and
 //   of all tokens 16 elements of the values (operand A, through shared memory).
 //
-// Behind the wait come the query, scores, softmax, and the weights through shared memory to all warps: each warp's
-// relative to its own reference, so that one barrier is enough. A thread then holds one vector of the CTA's result
-// (decode_merge.cuh), relative to the largest of the references, and pushes it to its owner (decode_cluster.cuh).
+// Behind the wait come the query, scores, the rows' largest through shared memory to all warps, and weights relative to
+// these the same way. A thread then holds one vector of the CTA's result (decode_merge.cuh), and pushes it to its owner
+// (decode_cluster.cuh).
 //
 // Keys of e4m3 become bf16 (exactly), so the query is multiplied as it is. Tokens of this step are read behind the
 // wait: their lines are brought into L2 before. A CTA's tokens end at the end of its places, so they lie in the last 16
@@ -74,15 +74,14 @@ class AloneDecode {
     const bool brings = fresh < end_;
     // Keys of this warp's tokens, rows g and g + 8 of each half, in the order of k, two elements a word.
     uint32_t keys[2][2][16];
-    const char* rows[2];  // the last half's
+    const char* rows[2][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int32_t token = token_of(half, i);
-        const char* row = row_at(p_.k, ids[2 * half + i], token) + 16 * t_;
-        if (half == 1) rows[i] = row;
-        load_keys(row, token >= begin_ && token < old_, keys[half][i]);
+        rows[half][i] = row_at(p_.k, ids[2 * half + i], token) + 16 * t_;
+        if (half == 0) load_keys(rows[0][i], token >= begin_ && token < old_, keys[0][i]);
       }
     }
 #pragma unroll
@@ -98,7 +97,7 @@ class AloneDecode {
     if (fresh_keys) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (is_fresh(i) && t_ < kRowBytes / 128) prefetch_l2(rows[i] + 112 * t_);
+        if (is_of(1, i) && t_ < kRowBytes / 128) prefetch_l2(rows[1][i] + 112 * t_);
       }
     }
     const char* query = query_row<kKind, kDim>(p_, 0, kv_head_, min(g_, p_.rows - 1));
@@ -106,61 +105,79 @@ class AloneDecode {
     const auto zero = static_cast<uint32_t>(length_ >> 31);
     const int32_t row_ends[2] = {row_end(2 * t_), row_end(2 * t_ + 1)};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int i = 0; i < 2; ++i) {
+      convert_keys(keys[0][i]);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        convert_keys(keys[half][i]);
+      for (int j = 0; j < 16; ++j) {
         // Through an operation, so that four words of an operand lie side by side before they are wanted.
-        if (!kFp8) {
-#pragma unroll
-          for (int j = 0; j < 16; ++j) keys[half][i][j] ^= zero;
-        }
+        if (!kFp8) keys[0][i][j] ^= zero;
+        keys[1][i][j] = 0;
       }
     }
-    cp_async_wait<0>();
-    __syncthreads();
-    cluster.wait_for_others();
-    uint32_t values[kSlots][4];  // all but the last, which may be of this step
-#pragma unroll
-    for (int slot = 0; slot < kSlots - 1; ++slot) read_values(slot, values[slot]);
-
     const ResultPlace to = cluster.place();
-    // A sum of all that is ready, which nothing comes of: so that none of it is left for behind the wait.
-    uint32_t ready = static_cast<uint32_t>(row_ends[0] ^ row_ends[1]) ^ static_cast<uint32_t>(to.rows[0].element) ^
-                     static_cast<uint32_t>(to.rows[1].element);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) ready ^= (i < 15 ? values[i][j] : 0u) ^ keys[j >> 1][j & 1][i];
-    }
-    if (early || ready == 0x55aa1234u) pdl_wait();
-    uint4 fresh_words = make_uint4(0, 0, 0, 0);
-    if (brings) fresh_words = ld_global128(fresh_value);
+    char* const outputs[2] = {p_.out + 2 * (to.rows[0].element + to.d), p_.out + 2 * (to.rows[1].element + to.d)};
+    const auto owner = cluster.owner_of(thread);
+    uint32_t values[kSlots][4];
     QueryRow<kDim> q;
-    read_query<kKind, kDim>(p_, [&](int offset) { return ld_global128(query + offset); }, g_ < p_.rows, t_, q);
-    if (fresh_keys) {
+    uint4 fresh_words = make_uint4(0, 0, 0, 0);
+    // Keys of the second half, and behind the wait those that are of this step: by the same instructions, which come
+    // late where they have not run before.
+    const int32_t passes = 2 + static_cast<int32_t>(zero);
+#pragma unroll 1
+    for (int32_t pass = 0; pass < passes; ++pass) {
+      if (pass == 1) {
+        cp_async_wait<0>();
+        __syncthreads();
+        cluster.wait_for_others();
+#pragma unroll
+        for (int slot = 0; slot < kSlots - 1; ++slot) read_values(slot, values[slot]);  // the last may be of this step
+        // A sum of all that is ready, which nothing comes of: so that none of it is left for behind the wait.
+        uint32_t ready = static_cast<uint32_t>(row_ends[0] ^ row_ends[1]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const auto address = reinterpret_cast<uint64_t>(outputs[i]);
+          ready ^= static_cast<uint32_t>(address) ^ static_cast<uint32_t>(address >> 32);
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) ready ^= (i < 15 ? values[i][j] : 0u) ^ keys[j >> 1][j & 1][i];
+        }
+        if (early || ready == 0x55aa1234u) pdl_wait();
+        if (brings) fresh_words = ld_global128(fresh_value);
+        read_query<kKind, kDim>(p_, [&](int offset) { return ld_global128(query + offset); }, g_ < p_.rows, t_, q);
+        if (!fresh_keys) break;
+      }
       uint32_t words[2][16];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) load_keys(rows[i], is_fresh(i), words[i]);
+      for (int i = 0; i < 2; ++i) load_keys(rows[1][i], is_of(pass, i), words[i]);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (!__any_sync(kAllLanes, is_fresh(i))) continue;
+        if (!__any_sync(kAllLanes, is_of(pass, i))) continue;
         convert_keys(words[i]);
 #pragma unroll
-        for (int j = 0; j < 16; ++j) keys[1][i][j] = is_fresh(i) ? words[i][j] : keys[1][i][j];
+        for (int j = 0; j < 16; ++j) keys[1][i][j] = is_of(pass, i) ? words[i][j] : keys[1][i][j];
       }
     }
     if (brings) sts128(fresh_at, fresh_words);
 
     float s[2][4];
     score(keys, q, s);
-    weigh(row_ends, s);
+    float4 ml = weigh(row_ends, s);
     __syncthreads();
     read_values(kSlots - 1, values[kSlots - 1]);
-    float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f), ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
-    add_all(values, o, ml);
-    if (count > 0) cluster.push(thread, o, ml);
-    cluster.add(to);
+    const float4 o = add_all(values, ml);
+    if (count > 0) cluster.push(owner, o, ml);
+    cluster.add([&](const float4& sum, const float4& sum_ml) {
+      const float f0 = output_factor(p_, to.rows[0], sum_ml.x, sum_ml.y, p_.v_factor, false);
+      const float f1 = output_factor(p_, to.rows[1], sum_ml.z, sum_ml.w, p_.v_factor, false);
+      const uint32_t first = output_pair(p_, sum.x * f0, sum.z * f0), second = output_pair(p_, sum.y * f1, sum.w * f1);
+      if (to.any[0]) *reinterpret_cast<uint32_t*>(outputs[0]) = first;
+      if (to.any[1]) *reinterpret_cast<uint32_t*>(outputs[1]) = second;
+      if (p_.lse == nullptr || to.d > 0) return;
+      if (to.any[0]) store_lse(p_, to.rows[0], sum_ml.x, sum_ml.y);
+      if (to.any[1]) store_lse(p_, to.rows[1], sum_ml.z, sum_ml.w);
+    });
   }
 
  private:
@@ -168,8 +185,11 @@ class AloneDecode {
   __device__ __forceinline__ int32_t token_of(int half, int i) const {
     return first_ + 32 * warp_ + 16 * half + 8 * i + g_;
   }
-  // Whether its row of keys is a token of this step, in the last half.
-  __device__ __forceinline__ bool is_fresh(int i) const { return token_of(1, i) >= old_ && token_of(1, i) < end_; }
+  // Whether its row of keys in the second half is a token of this step (pass 1), or of those before (0).
+  __device__ __forceinline__ bool is_of(int32_t pass, int i) const {
+    const int32_t token = token_of(1, i);
+    return token >= (pass == 0 ? begin_ : old_) && token < (pass == 0 ? old_ : end_);
+  }
   // One past the last token that a query row sees.
   __device__ __forceinline__ int32_t row_end(int32_t row) const {
     return length_ - p_.q_len + 1 + row_token(p_, min(row, p_.rows - 1));
@@ -200,8 +220,9 @@ class AloneDecode {
     }
   }
 
-  // Puts down the weights of this warp's tokens, and each row's reference and sum.
-  __device__ __forceinline__ void weigh(const int32_t (&row_ends)[2], float (&s)[2][4]) const {
+  // Puts down the weights of this warp's tokens, and their sum; the reference of rows 2t and 2t + 1, all warps' the
+  // same, in x and z.
+  __device__ __forceinline__ float4 weigh(const int32_t (&row_ends)[2], float (&s)[2][4]) const {
     float reference[2] = {__uint_as_float(0xff800000u), __uint_as_float(0xff800000u)}, l[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -216,6 +237,14 @@ class AloneDecode {
     for (int mask = 4; mask < 32; mask *= 2) {
       reference[0] = fmaxf(reference[0], __shfl_xor_sync(kAllLanes, reference[0], mask));
       reference[1] = fmaxf(reference[1], __shfl_xor_sync(kAllLanes, reference[1], mask));
+    }
+    if (g_ == 0) put_pair(base_ + kSmem.largest, reference);
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kDecodeWarps; ++w) {
+      const uint2 m = lds64(base_ + kSmem.largest + w * 32 + t_ * 8);
+      reference[0] = fmaxf(reference[0], __uint_as_float(m.x));
+      reference[1] = fmaxf(reference[1], __uint_as_float(m.y));
     }
     uint32_t weights[2][2];
     reference[0] = fmaxf(kNoMax, reference[0] - kShift), reference[1] = fmaxf(kNoMax, reference[1] - kShift);
@@ -233,34 +262,38 @@ class AloneDecode {
       l[0] += __shfl_xor_sync(kAllLanes, l[0], mask);
       l[1] += __shfl_xor_sync(kAllLanes, l[1], mask);
     }
-    if (g_ == 0) {
-      sts128(base_ + kSmem.pairs + warp_ * 64 + t_ * 16,
-             make_uint4(__float_as_uint(reference[0]), __float_as_uint(l[0]), __float_as_uint(reference[1]),
-                        __float_as_uint(l[1])));
-    }
+    if (g_ == 0) put_pair(base_ + kSmem.sums, l);
+    return make_float4(reference[0], 0.0f, reference[1], 0.0f);
+  }
+  // What this warp has of rows 2t and 2t + 1.
+  __device__ __forceinline__ void put_pair(uint32_t to, const float (&pair)[2]) const {
+    sts32(to + warp_ * 32 + t_ * 8, __float_as_uint(pair[0]));
+    sts32(to + warp_ * 32 + t_ * 8 + 4, __float_as_uint(pair[1]));
   }
 
   // Of all warps' tokens elements 16 w + 2g and the next one, rows 2t and 2t + 1: the CTA's vector of this thread's
-  // number.
-  __device__ __forceinline__ void add_all(const uint32_t (&values)[kSlots][4], float4& o, float4& ml) const {
-    float sum[kDecodeWarps][4] = {};
-    float4 pairs[kDecodeWarps];
+  // number; and the sums.
+  __device__ __forceinline__ float4 add_all(const uint32_t (&values)[kSlots][4], float4& ml) const {
+    constexpr int kChains = 4;  // of them none waits for another
+    float sum[kChains][4] = {};
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; ++w) {
-      pairs[w] = lds_float4(base_ + kSmem.pairs + w * 64 + t_ * 16);
       const uint4 b = lds128(weights_at(w));
-      mma_m16n8k16<kWeights>(sum[w], values[2 * w][0], values[2 * w][1], values[2 * w][2], values[2 * w][3], b.x, b.y);
-      mma_m16n8k16<kWeights>(sum[w], values[2 * w + 1][0], values[2 * w + 1][1], values[2 * w + 1][2],
-                             values[2 * w + 1][3], b.z, b.w);
-    }
 #pragma unroll
-    for (int w = 0; w < kDecodeWarps; ++w) ml.x = fmaxf(ml.x, pairs[w].x), ml.z = fmaxf(ml.z, pairs[w].z);
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t (&a)[4] = values[2 * w + half];
+        mma_m16n8k16<kWeights>(sum[(2 * w + half) % kChains], a[0], a[1], a[2], a[3], half == 0 ? b.x : b.z,
+                               half == 0 ? b.y : b.w);
+      }
+    }
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; ++w) {
-      const float f0 = exp2_approx(pairs[w].x - ml.x), f1 = exp2_approx(pairs[w].z - ml.z);
-      ml.y += pairs[w].y * f0, ml.w += pairs[w].w * f1;
-      o.x += sum[w][0] * f0, o.y += sum[w][1] * f1, o.z += sum[w][2] * f0, o.w += sum[w][3] * f1;
+      const uint2 l = lds64(base_ + kSmem.sums + w * 32 + t_ * 8);
+      ml.y += __uint_as_float(l.x), ml.w += __uint_as_float(l.y);
     }
+    return make_float4(
+        (sum[0][0] + sum[1][0]) + (sum[2][0] + sum[3][0]), (sum[0][1] + sum[1][1]) + (sum[2][1] + sum[3][1]),
+        (sum[0][2] + sum[1][2]) + (sum[2][2] + sum[3][2]), (sum[0][3] + sum[1][3]) + (sum[2][3] + sum[3][3]));
   }
 
   // The page of a token; 0 where it is none of this CTA's.

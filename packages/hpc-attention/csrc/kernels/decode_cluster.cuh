@@ -54,13 +54,22 @@ class ClusterSum {
   }
   __device__ __forceinline__ void wait_for_others() const { cluster_wait(); }
 
-  // This CTA's vector `position`, the results of all its workers together.
+  // This CTA's vector `position`, the results of all its workers together; and in two steps.
   __device__ __forceinline__ void push(int32_t position, const float4& o, const float4& ml) const {
+    push(owner_of(position), o, ml);
+  }
+  struct Owner {
+    uint32_t at, barrier;  // cluster addresses
+    bool pairs;            // it is given rows 2t and 2t + 1 as well, t = position % 4
+  };
+  __device__ __forceinline__ Owner owner_of(int32_t position) const {
     const uint32_t owner = position / kVectors, inside = position % kVectors;
-    const uint32_t at = cluster_address(base_ + cluster_rank() * 16 + inside * kPitch, owner);
-    const uint32_t barrier = cluster_address(barrier_, owner);
-    store_async_16(at, barrier, o);
-    if (inside < 4) store_async_16(at + kPairsAt, barrier, ml);  // of rows 2t and 2t + 1, t = inside
+    return {cluster_address(base_ + cluster_rank() * 16 + inside * kPitch, owner), cluster_address(barrier_, owner),
+            inside < 4};
+  }
+  __device__ __forceinline__ void push(const Owner& to, const float4& o, const float4& ml) const {
+    store_async_16(to.at, to.barrier, o);
+    if (to.pairs) store_async_16(to.at + kPairsAt, to.barrier, ml);
   }
 
   // One thread, behind the barrier's initialisation: announces what is pushed here.
@@ -74,15 +83,16 @@ class ClusterSum {
     if (pieces_ == 1) return;
     const ResultPlace to = place();
     if (threadIdx.x == 0) expect();
-    add(to);
+    add([&](const float4& o, const float4& ml) { store_result(p_, to, kv_head_, o, ml); });
   }
   // Where this thread's vector goes.
   __device__ __forceinline__ ResultPlace place() const {
     const int32_t vector = static_cast<int32_t>(threadIdx.x) / kShares;
     return result_place(p_, 0, kv_head_, 0, static_cast<int32_t>(cluster_rank()) * kVectors + vector);
   }
-  // The same without either, and of one piece too.
-  __device__ __forceinline__ void add(const ResultPlace& to) const {
+  // The same without these, and of one piece too: what is to be written is given to `store`.
+  template <typename Store>
+  __device__ __forceinline__ void add(const Store& store) const {
     const auto thread = static_cast<int32_t>(threadIdx.x);
     if (p_.batch == 0 || thread >= kThreads) return;
     const int32_t vector = thread / kShares, share = thread % kShares;
@@ -120,7 +130,7 @@ class ClusterSum {
       sum_ml.y += __shfl_xor_sync(0xffffffffu, sum_ml.y, mask),
           sum_ml.w += __shfl_xor_sync(0xffffffffu, sum_ml.w, mask);
     }
-    if (share == 0) store_result(p_, to, kv_head_, sum, sum_ml);
+    if (share == 0) store(sum, sum_ml);
   }
 
  private:
