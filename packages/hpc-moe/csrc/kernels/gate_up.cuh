@@ -207,8 +207,8 @@ struct GateUpEpilogue {
 };
 
 // By block, where tokens are M: four lanes have a unit's columns of two rows of each block, 16 neighbouring ones a
-// thread (the map puts weight row 16 t + 2 j + c at shared row 8 j + 2 t + c), and store without a detour. kThrees:
-// twice 8 neighbouring ones (32 b + 8 t + 2 j + c at 16 j + 8 b + 2 t + c), so that every other 8 shared rows are 32.
+// thread (the map puts weight row 16 t + 2 j + c at shared row 8 j + 2 t + c), and store without a detour. Half of
+// the columns (kThree) are two of every four.
 template <class T>
 struct GateUpTokens {
   static_assert(T::kBlock);
@@ -245,36 +245,22 @@ struct GateUpTokens {
         if (row >= at.live) continue;
         const GroupScale scale = group_scale(largest[b][h]);
         if (stores_scale) p.out_scale[(tile_row + row) * (p.out_columns / kGroup) + column / kGroup] = scale.scale;
-        if constexpr (T::kThrees) {
-          store_half<8>(p, tile_row + row, column, &acc[b][2 * h], scale.inverse);
-          store_half<8>(p, tile_row + row, column + 32, &acc[b][4 + 2 * h], scale.inverse);
-        } else {
-          uint32_t words[4];
-#pragma unroll
-          for (int w = 0; w < 4; ++w) {
-            const float* v = &acc[b][8 * w + 2 * h];
-            words[w] = to_e4m3x2(v[0] * scale.inverse, v[1] * scale.inverse) |
-                       static_cast<uint32_t>(to_e4m3x2(v[4] * scale.inverse, v[5] * scale.inverse)) << 16;
-          }
-          *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + (tile_row + row) * p.out_columns + column +
-                                    lane % 4 * 16) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
+        store_unit(p, tile_row + row, column, &acc[b][2 * h], scale.inverse);
       }
     }
   }
 
-  // 8 of a row's 32 columns from `column` on: v[kStep i] and the next, i < 4.
-  template <int kStep>
-  static __device__ __forceinline__ void store_half(const GemmParams& p, int64_t row, int column, const float* v,
+  // 16 of a unit's row: v[4 j] and the next, j < 8.
+  static __device__ __forceinline__ void store_unit(const GemmParams& p, int64_t row, int column, const float* v,
                                                     float inverse) {
-    uint32_t words[2];
+    uint32_t words[4];
 #pragma unroll
-    for (int w = 0; w < 2; ++w, v += 2 * kStep) {
+    for (int w = 0; w < 4; ++w, v += 8) {
       words[w] = to_e4m3x2(v[0] * inverse, v[1] * inverse) |
-                 static_cast<uint32_t>(to_e4m3x2(v[kStep] * inverse, v[kStep + 1] * inverse)) << 16;
+                 static_cast<uint32_t>(to_e4m3x2(v[4] * inverse, v[5] * inverse)) << 16;
     }
-    *reinterpret_cast<uint2*>(static_cast<uint8_t*>(p.out) + row * p.out_columns + column + threadIdx.x % 4 * 8) =
-        make_uint2(words[0], words[1]);
+    *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + row * p.out_columns + column + threadIdx.x % 4 * 16) =
+        make_uint4(words[0], words[1], words[2], words[3]);
   }
 
   // In place: activations of Count / 2 columns of the thread's two rows, and the largest magnitudes of each row, over
@@ -339,8 +325,7 @@ struct GateUpTokens {
       if constexpr (!T::kHalf) largest[h] = fmaxf(largest[h], own[1 - group][first_row + 8 * h]);
       const GroupScale scale = group_scale(largest[h]);
       if (lane % 4 == 0 && (T::kHalf || group == 0)) store_scale(row, scale.scale);
-      store_half<8>(p, row, column, &acc[0][2 * h], scale.inverse);
-      store_half<8>(p, row, column + 32, &acc[0][4 + 2 * h], scale.inverse);
+      store_unit(p, row, column, &acc[0][2 * h], scale.inverse);
     }
     mbarrier_wait(exchanged, before / 2 % 2);
 #pragma unroll
@@ -352,7 +337,12 @@ struct GateUpTokens {
       const GroupScale scale = group_scale(all);
       const int64_t row = task.row + (mine ? 64 : 128) + at;
       if (lane % 4 == 0 && mine == 0 && (T::kHalf || group == 0)) store_scale(row, scale.scale);
-      store_half<4>(p, row, column + 32 * mine, &third[2 * h], scale.inverse);
+      auto* out = static_cast<uint8_t*>(p.out) + row * p.out_columns + column + lane % 4 * 16 + 2 * mine;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {  // two of every four columns: the other CTA has the others
+        const float* v = &third[4 * j + 2 * h];
+        *reinterpret_cast<uint16_t*>(out + 4 * j) = to_e4m3x2(v[0] * scale.inverse, v[1] * scale.inverse);
+      }
     }
   }
 

@@ -237,8 +237,7 @@ void run(const Call& c, const Config& config, int num_sms, cudaStream_t stream) 
   const int64_t experts = c.num_local;
   const bool as_m = tokens_are_m(config.rule);
   const CUtensorMap up_map =
-      gate_up_weight_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element, as_m,
-                         config.threes && config.up_clusters);
+      gate_up_weight_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element, as_m);
   const CUtensorMap half_map =
       gate_up_half_map(c.w13, experts * 2 * c.intermediate, static_cast<int64_t>(c.hidden) * element, c.intermediate);
   const CUtensorMap h_map = down_row_map(at<uint8_t>(c.workspace, config.layout.h), config.chunk_rows,

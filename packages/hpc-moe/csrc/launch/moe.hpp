@@ -27,8 +27,8 @@ void launch_down_short(Quant quant, const CUtensorMap& map, const CUtensorMap& h
 void launch_reduce(const ReduceParams& p, bool discard, int num_sms, cudaStream_t stream);
 
 // Tensor maps of the weights, with the row orders that kernels/gate_up.cuh and kernels/down.cuh describe.
-// `rows`: E * 2 I or E * H; `row_bytes`: of K; `threes`: GemmParams'.
-CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes, bool tokens, bool threes);
+// `rows`: E * 2 I or E * H; `row_bytes`: of K.
+CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes, bool tokens);
 CUtensorMap down_weight_map(const void* w2, int64_t rows, int64_t row_bytes, bool tokens);
 // Down's of short rows, by the lines of each two.
 CUtensorMap down_short_map(const void* w2, int64_t rows, int64_t row_bytes);

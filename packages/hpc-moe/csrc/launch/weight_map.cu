@@ -13,16 +13,14 @@ constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 }  // namespace
 
 // Weight row 16 w + 2 g + h (g < 8, h < 2) as coordinates (g, h, w); a copy brings 64 rows: w < 4. Where tokens are M:
-// row 64 u + 16 t + 2 j + c (t < 4, j < 8, c < 2) as (c, t, j, u); `threes`: 64 u + 8 i + 2 j + c (i < 8, j < 4) as
-// (c, i, j, u).
-CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes, bool tokens, bool threes) {
+// row 64 u + 16 t + 2 j + c (t < 4, j < 8, c < 2) as (c, t, j, u).
+CUtensorMap gate_up_weight_map(const void* w13, int64_t rows, int64_t row_bytes, bool tokens) {
   const auto bytes = static_cast<uint64_t>(row_bytes);
   if (tokens) {
     TensorMapSpec<5> spec;
-    const uint32_t runs = threes ? 8 : 4, pairs = 32 / runs;
-    spec.shape = {bytes, 2, runs, pairs, static_cast<uint64_t>(rows) / 64};
-    spec.stride = {bytes, 2 * pairs * bytes, 2 * bytes, 64 * bytes};
-    spec.box = {128, 2, runs, pairs, 1};
+    spec.shape = {bytes, 2, 4, 8, static_cast<uint64_t>(rows) / 64};
+    spec.stride = {bytes, 16 * bytes, 2 * bytes, 64 * bytes};
+    spec.box = {128, 2, 4, 8, 1};
     return make_tensor_map("w13", w13, CU_TENSOR_MAP_DATA_TYPE_UINT8, spec, CU_TENSOR_MAP_SWIZZLE_128B, kPromotion);
   }
   TensorMapSpec<4> spec;

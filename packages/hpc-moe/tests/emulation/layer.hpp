@@ -147,11 +147,7 @@ struct Layer {
     const uint64_t all = static_cast<uint64_t>(c.experts * (up ? 2 * c.inter : c.hidden) - first);
     const uint8_t* w = up ? w13.data() : panel_weights(w2.data(), static_cast<int64_t>(k), first);
     if (c.tokens_are_m) {
-      const uint32_t runs = c.threes ? 8 : 4, pairs = 32 / runs;
-      return up ? as_map({w,
-                          {k, 2, runs, pairs, all / 64},
-                          {1, k, 2 * pairs * k, 2 * k, 64 * k},
-                          {128, 2, runs, pairs, 1}})
+      return up ? as_map({w, {k, 2, 4, 8, all / 64}, {1, k, 16 * k, 2 * k, 64 * k}, {128, 2, 4, 8, 1}})
                 : as_map({w, {k, 2, 4, 4, all / 32}, {1, k, 8 * k, 2 * k, 32 * k}, {128, 2, 4, 4, 4}});
     }
     return up ? as_map({w, {k, 8, 2, all / 16, 1}, {1, 2 * k, k, 16 * k, 0}, {128, 8, 2, 4, 1}})
