@@ -253,11 +253,16 @@ def test_config_rules() -> None:
     assert mid.x_in_workspace and not mid.h_is_bf16 and mid.index_ctas > 0
     few = make(num_tokens=8, top_k=8, batch_invariant=True, **sizes)
     assert few.regime == "mid" and not few.guess and not low.guess and mid.guess
+    # Large from 128 rows an expert on by block, above them per tensor.
+    edges = [make(num_tokens=tokens, top_k=8, **sizes).regime for tokens in (3071, 3072)]
+    assert edges == ["mid", "large"]
+    edges = [make(num_tokens=tokens, top_k=8, **{**sizes, "quant": "tensor"}).regime for tokens in (3072, 3073)]
+    assert edges == ["mid", "large"]
     large = make(num_tokens=8192, top_k=8, num_sms=132, **sizes)
     assert large.regime == "large" and 0 < large.up_grid <= 132 and 0 < large.down_grid <= 132
     # Panels of at most 34 MB of y, as expected, while an expert has one tile; on one of four ranks a quarter is.
     narrow = {**narrow, "num_local_experts": 192, "num_experts": 192, "hidden": 4096, "num_sms": 132}
-    edges = (544, 545, 1088, 1089, 3072, 3073)
+    edges = (544, 545, 1088, 1089, 3071, 3072)
     columns = [make(num_tokens=tokens, top_k=8, **narrow).panel_columns for tokens in edges]
     assert columns == [4096, 2048, 2048, 1536, 512, 4096]
     assert make(num_tokens=1089, top_k=8, **{**narrow, "num_local_experts": 48}).panel_columns == 4096

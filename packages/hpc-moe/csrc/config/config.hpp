@@ -258,9 +258,10 @@ inline Regime choose_regime(const Problem& p, int64_t chunk_tokens) {
   if (p.batch_invariant) return Regime::kMid;
   const bool low = p.num_sms == 0 || (kLowOnGpu && p.quant != Quant::kNone);
   if (low && pairs <= low_pairs(p)) return Regime::kLow;
-  // kLarge: more than 128 rows an expert on average (from 128 on where it has two narrower tiles), so that pairs of
-  // tiles are common.
-  const bool large = pairs > 128 * static_cast<int64_t>(p.num_experts) || takes_triples(p, pairs);
+  // kLarge: more than 128 rows an expert on average (by block, and where it has two narrower tiles, from 128 on), so
+  // that pairs of tiles are common.
+  const int64_t tile = 128 * static_cast<int64_t>(p.num_experts);
+  const bool large = pairs > tile || (p.quant == Quant::kBlock && pairs == tile) || takes_triples(p, pairs);
   return large ? Regime::kLarge : Regime::kMid;
 }
 
@@ -315,7 +316,8 @@ inline Config make_config(const Problem& p) {
   c.up_clusters = share && c.up_grid > 1 && (p.intermediate / 128 > 1 || even);
   c.down_clusters = share && c.down_grid > 1;
   // By block, where the average expert has three blocks of 64 rows; code of its own, which slows others down.
-  c.threes = share && tokens_are_m(c.rule) && c.chunk_rows <= kRowsForThrees * p.num_experts;
+  c.threes = share && tokens_are_m(c.rule) && c.chunk_rows > 128 * static_cast<int64_t>(p.num_experts) &&
+             c.chunk_rows <= kRowsForThrees * p.num_experts;
   // Weights as M, by block: CTAs of a cluster share scale groups of single units.
   const bool exchange = !low && p.quant == Quant::kBlock && c.act_group == 128 && !tokens_are_m(c.rule);
   if (exchange && c.up_grid % 2 && p.num_sms > 1) c.up_grid += c.up_grid < p.num_sms ? 1 : -1;
