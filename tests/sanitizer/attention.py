@@ -56,7 +56,7 @@ def cases(core: ModuleType) -> Iterator[Case]:
 
 
 def run(core: ModuleType, gpu: Gpu, case: Case) -> np.ndarray:
-    """The output's bytes, with lse behind them where it is asked for."""
+    """Bytes of the output (and lse) of a call that waits, and of one that reads all that it may before its wait."""
     heads, dim, page = case.num_kv_heads, case.head_dim, case.page_size
     lengths, kv_bytes = np.array(case.lengths, np.int32), 1 if case.kv == E4M3 else 2
     batch, tokens, rows = len(lengths), len(lengths) * case.q_len, case.q_len * case.num_q_heads // heads
@@ -94,17 +94,22 @@ def run(core: ModuleType, gpu: Gpu, case: Case) -> np.ndarray:
     if case.scales:
         key_scale = (gpu.put(gpu.uniform(pages, page, heads)), page * heads, heads if page > 1 else 0, 1)
         value_scale = (gpu.put(gpu.uniform(heads)), 1)
-    out = gpu.empty(tokens * case.num_q_heads * dim * 2)
-    lse = gpu.empty(tokens * case.num_q_heads * 4) if case.lse else 0
-    core.decode(
-        0, 0, case.kv, case.query, batch, dim, case.num_q_heads, heads, page, pages, each, case.q_len, window,
-        num_ctas, batch, case.invariant, case.max_seq_len,
+    inputs = (
         (values(case.query, tokens, case.num_q_heads, dim), *by_rows), query_scale,
         (values(case.kv, pages, page, heads, dim), *strides), (values(case.kv, pages, page, heads, dim), *strides),
         (gpu.put(gpu.random.permutation(pages).astype(np.int32)), each), key_scale, case.scales, value_scale,
-        gpu.put(gpu.normal(case.num_q_heads)) if case.sinks else 0, (out, *by_rows),
-        (lse, case.num_q_heads, 1) if lse else (0, 0, 0), plan_map, empty.nbytes,
-        gpu.empty(plan["workspace_bytes"]), plan["workspace_bytes"], dim**-0.5, 1.0, case.softcap, False, 0, 0, -1,
+        gpu.put(gpu.normal(case.num_q_heads)) if case.sinks else 0,
     )  # fmt: skip
-    found = [gpu.get(out, tokens * case.num_q_heads * dim * 2)]
-    return np.concatenate(found + ([gpu.get(lse, tokens * case.num_q_heads * 4)] if lse else []))
+    found = []
+    for early in (False, True):  # what may be read before the wait: nothing; all, for what is read is long there then
+        out = gpu.empty(tokens * case.num_q_heads * dim * 2)
+        lse = gpu.empty(tokens * case.num_q_heads * 4) if case.lse else 0
+        core.decode(
+            0, 0, case.kv, case.query, batch, dim, case.num_q_heads, heads, page, pages, each, case.q_len, window,
+            num_ctas, batch, case.invariant, case.max_seq_len, *inputs, (out, *by_rows),
+            (lse, case.num_q_heads, 1) if lse else (0, 0, 0), plan_map, empty.nbytes,
+            gpu.empty(plan["workspace_bytes"]), plan["workspace_bytes"], dim**-0.5, 1.0, case.softcap, early, 0, 0, -1,
+        )  # fmt: skip
+        found.append(gpu.get(out, tokens * case.num_q_heads * dim * 2))
+        found += [gpu.get(lse, tokens * case.num_q_heads * 4)] if lse else []
+    return np.concatenate(found)

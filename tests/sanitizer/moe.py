@@ -68,6 +68,8 @@ def cases(core: ModuleType) -> Iterator[Case]:
         yield Case(quant, 430, 8, 160, 128, 512, one=True)  # tall tiles, 32 rows
         yield Case(quant, 900, 8, 160, 128, 512, one=True)  # the same, 64 rows
         yield Case(quant, 1100, 8, 64, 256, 512)  # large
+        yield Case(quant, 350, 4, 8, 256, 1024)  # large; by block three blocks of 64 rows for two CTAs
+        yield Case(quant, 2000, 8, 96, 256, 192)  # the same with groups of 64; per tensor three units
         yield Case(quant, 600, 32, 160, 1024, 128, large=True)  # panels of y
         yield Case(quant, 33_000, 1, 16, 128, 64, large=True)  # two chunks
     for tokens, inter in ((5, 256), (150, 192), (600, 320), (2000, 128)):

@@ -22,16 +22,20 @@ def main() -> int:
     parser.add_argument("package", choices=("attention", "moe", "router"))
     parser.add_argument("--part", default="0/1", help="I/N: every N-th case, from the I-th on")
     parser.add_argument("--from", type=int, default=0, dest="first", help="no case before this one")
+    parser.add_argument("--only", default="", help="the cases of these numbers: 3,14,15")
     parser.add_argument("--small", action="store_true", help="not the largest cases")
     parser.add_argument(
         "--one-consumer", action="store_true", help="no router tile of two k groups: see DESIGN.md there"
     )
     arguments = parser.parse_args()
     part, parts = map(int, arguments.part.split("/"))
+    only = {int(number) for number in arguments.only.split(",") if number}
     module = importlib.import_module(arguments.package)
     core, gpu = extension(arguments.site, module.PACKAGE), Gpu()
     for number, case in enumerate(module.cases(core)):
         if number % parts != part or number < arguments.first or (arguments.small and case.large):
+            continue
+        if only and number not in only:
             continue
         if arguments.one_consumer and getattr(case, "fields", {}).get("k_groups") == 2:
             continue
