@@ -12,12 +12,12 @@ import itertools
 import json
 import math
 import pathlib
-import statistics
 import sys
 import time
 import traceback
 
 import torch
+from hpc_common.timing import Candidate, measure
 from hpc_router_gemm import _C, RouterWeight, _cuda
 from hpc_router_gemm.tune import candidate_configs
 
@@ -41,40 +41,6 @@ def run_checks() -> None:
         torch.cuda.synchronize()
         done = len(report["checks"]) - before
         print(f"{part.__name__}: {done} checks, {time.time() - start:.1f} s, {len(failures)} failed so far", flush=True)
-
-
-def graph_of(calls):
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        calls[0]()
-        calls[-1]()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
-def time_graphs(graphs, calls: int, rounds: int = 7, replays: int = 10) -> list[float]:
-    """Median microseconds a call of each graph, the graphs taking turns."""
-    times = [[] for _ in graphs]
-    for r in range(rounds):
-        for i in range(len(graphs)):
-            i = (i + r) % len(graphs)
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            graphs[i].replay()
-            start.record()
-            for _ in range(replays):
-                graphs[i].replay()
-            stop.record()
-            stop.synchronize()
-            times[i].append(start.elapsed_time(stop) * 1e3 / (replays * calls))
-    return [statistics.median(t) for t in times]
 
 
 def short(config) -> str:
@@ -103,8 +69,10 @@ def time_cases(goals: dict, count: int, only: str, terms_list: tuple[int, ...]) 
             configs = candidate_configs(m, n, k, terms, count, presplit=terms > 1)
 
             buffers = list(zip(xs, weights, outs, strict=True))
-            graphs = [graph_of(calls_of(buffers, terms, config)) for config in configs]
-            times = time_graphs(graphs, sets)
+            candidates = [
+                Candidate("router", case, short(config), calls_of(buffers, terms, config)) for config in configs
+            ]
+            times = [row.us for row in measure(candidates, device=checks.DEVICE)]
             rows = sorted(zip(times, configs, strict=True), key=lambda item: item[0])
             for us, config in rows:
                 report["times"].append(
@@ -124,7 +92,7 @@ def time_cases(goals: dict, count: int, only: str, terms_list: tuple[int, ...]) 
                 f"{case:18s} t{terms} goal {goal or 0:6.1f} {met}chosen {times[0]:7.2f} {short(configs[0])} | {best}",
                 flush=True,
             )
-            del graphs, buffers, xs, weights, outs
+            del candidates, buffers, xs, weights, outs
 
 
 def main() -> int:
