@@ -200,6 +200,41 @@ def test_a_thousand_replays_with_early_starts(kv_dtype: torch.dtype) -> None:
         assert all(torch.equal(out, expected) for out, expected in zip(outs, want, strict=True))
 
 
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
+def test_a_thousand_replays_with_changing_lengths(kv_dtype: torch.dtype) -> None:
+    """One plan, made anew in every replay: each gives the bits of an eager call with the lengths that it finds."""
+    inputs = replace(SMALL, lengths=(5000, 130, 64, 1, 900), kv_dtype=kv_dtype).make("cuda")
+    lengths = inputs.cache.seq_lens
+    batches = [lengths.clone(), lengths // 2, lengths // 3, *(lengths.clamp(max=most) for most in (0, 1, 64, 65, 700))]
+    want = []
+    for batch in batches:
+        lengths.copy_(batch)
+        want.append(bits(run(inputs, plan_like(inputs))).clone())
+    out = torch.empty_like(inputs.q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inputs.plan.update(lengths)
+        for _ in range(2):
+            run(inputs, inputs.plan, out)
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for step in range(1000):
+        lengths.copy_(batches[step % len(batches)])
+        fill_nan_(out)
+        graph.replay()
+        different += (bits(out) != want[step % len(batches)]).sum()
+    assert int(different) == 0
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_with_out_nothing_is_allocated(batch_invariant: bool) -> None:
+    inputs = replace(SMALL, kv_dtype=FP8, batch_invariant=batch_invariant, max_seq_len=1024).make("cuda")
+    out = torch.empty_like(inputs.q)
+    run(inputs, inputs.plan, out)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    run(inputs, inputs.plan, out)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
 def test_this_steps_token_may_be_written_just_before() -> None:
     """In a graph, the newest token's key and value come from the kernel right before decode."""
     inputs = replace(SMALL, lengths=(700, 65, 64), num_kv_heads=1).make("cuda")

@@ -4,9 +4,10 @@ A test with the argument ``kind`` runs for every row of the support table and on
 kernel that flips its row is held to all of them. ``moe_case`` makes the inputs.
 """
 
+import faulthandler
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _single_thread(one_thread: None) -> None:
     """Many small matrices: a second thread only waits."""
+
+
+@pytest.fixture
+def no_hang() -> Iterator[None]:
+    """A kernel that hangs ends the run with a traceback instead of holding the GPU."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @dataclass

@@ -1,16 +1,16 @@
 """Kernels of fused_moe on a Hopper GPU: what the value tests, which also run there, do not ask.
 
 The index against the host's, every edge of a tile's width, rows that depend on nothing but themselves, memory around
-and below the call, streams, graphs, and predecessors that end late.
+and below the call, streams, graphs, and predecessors that end late. test_moe_equal_experts_gpu.py has every kind of
+kernel with any share of the tokens.
 """
 
-import faulthandler
 import hashlib
 import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import hpc_moe
@@ -19,18 +19,10 @@ import torch
 from hpc_common.poison import Canary, bits
 from moe_kernel_checks import config_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_hang")]
 
 FP8 = ("block-e4m3", "block-bf16", "tensor-e4m3", "tensor-bf16")
 CaseMaker = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    """A kernel that hangs ends the run with a traceback instead of holding the GPU."""
-    faulthandler.dump_traceback_later(60, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 def traced(case: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -267,13 +267,16 @@ def promises() -> Checks:
             yi = run(x, weight, 2, batch_invariant=True)
             yield result(f"batch invariant {n}x{k} m={m}", bool(torch.equal(yi[:1], alone)))
         for m in (1, 64, 512):
-            first = run(x_all[:m], weight, 2, split=splits[2])
-            out = torch.empty_like(first)
-            different = torch.zeros((), device=DEVICE, dtype=torch.int64)
-            for _ in range(1000):
-                _cuda.router_gemm(x_all[:m], weight, splits[2], 2, False, False, out)
-                different += (out != first).sum()
-            yield result(f"1000 runs {n}x{k} m={m}", int(different) == 0, different=int(different))
+            for terms, batch_invariant in ((2, False), (3, False), (2, True)):
+                first = run(x_all[:m], weight, terms, batch_invariant=batch_invariant, split=splits[terms])
+                out = torch.empty_like(first)
+                different = torch.zeros((), device=DEVICE, dtype=torch.int64)
+                for _ in range(1000):
+                    _cuda.router_gemm(x_all[:m], weight, splits[terms], terms, batch_invariant, False, out)
+                    different += (out != first).sum()
+                name = f"1000 runs {n}x{k} m={m} terms={terms} {batch_invariant=}"
+                yield result(name, int(different) == 0, different=int(different))
+            yield a_thousand_routes(x_all[:m], weight, splits[2])
     # One-hot tokens: three terms hold every bit of a weight.
     k = 2048
     weight = torch.randn(128, k, device=DEVICE)
@@ -299,6 +302,19 @@ def promises() -> Checks:
                 torch.mul(weight, s, out=ws)
                 ok &= bool(torch.equal(run(xs, ws, 2, updated=True), want))
         yield result(f"written just before {n}x{k} m={m}", ok)
+
+
+def a_thousand_routes(x, weight, split) -> tuple[str, bool, dict[str, Any]]:
+    """Scores and choice, chained: the same ids and weights every time."""
+    m, experts = x.shape[0], weight.shape[0]
+    ids, weights = (torch.empty(m, 8, device=DEVICE, dtype=t) for t in (torch.int32, torch.float32))
+    different = torch.zeros((), device=DEVICE, dtype=torch.int64)
+    first = None
+    for _ in range(1000):
+        _cuda.route(x, weight, split, 2, 8, "softmax", None, 1, 1, True, 2.5, False, ids, weights)
+        first = first or (ids.clone(), weights.clone())
+        different += (ids != first[0]).sum() + (weights != first[1]).sum()
+    return result(f"1000 routes of {m} over {experts}", int(different) == 0, different=int(different))
 
 
 def equal_rows_at_every_m() -> Checks:

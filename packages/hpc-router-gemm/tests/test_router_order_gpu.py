@@ -130,6 +130,16 @@ def test_streams_at_once() -> None:
             assert torch.equal(result[1], ids) and same_bits(result[2], probabilities)
 
 
+def test_with_out_nothing_is_allocated() -> None:
+    for m in (1, 64, 512, 2048):
+        x, weight = made(m, 192, 4096)
+        w = RouterWeight(weight)
+        out = router_gemm(x, w)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        router_gemm(x, w, out=out)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
 def test_the_second_gpu() -> None:
     """Tensors on cuda:1 while cuda:0 is current: same bits; tensors of two devices: refused."""
     if torch.cuda.device_count() < 2:
