@@ -31,6 +31,7 @@ class Case:
     scales: bool = False
     invariant: bool = False
     max_seq_len: int = 1 << 20
+    num_ctas: int = 0  # 0: as many as a plan takes
     large: bool = False
 
 
@@ -53,6 +54,7 @@ def cases(core: ModuleType) -> Iterator[Case]:
         yield replace(kind, lengths=(20_000, 64, 5), num_kv_heads=1)
         yield replace(kind, lengths=(2000, 1500, 100), num_q_heads=64, num_kv_heads=8, page_size=256)  # heads abreast
         yield replace(kind, lengths=(256,) * 150, num_q_heads=16, page_size=128)
+        yield replace(kind, lengths=(3000, 1100), num_kv_heads=1, num_ctas=3)  # many tiles a CTA, asked for by turns
 
 
 def run(core: ModuleType, gpu: Gpu, case: Case) -> np.ndarray:
@@ -60,7 +62,7 @@ def run(core: ModuleType, gpu: Gpu, case: Case) -> np.ndarray:
     heads, dim, page = case.num_kv_heads, case.head_dim, case.page_size
     lengths, kv_bytes = np.array(case.lengths, np.int32), 1 if case.kv == E4M3 else 2
     batch, tokens, rows = len(lengths), len(lengths) * case.q_len, case.q_len * case.num_q_heads // heads
-    num_ctas = 0
+    num_ctas = case.num_ctas
     if batch == 1 and not case.invariant:
         num_ctas = core.decode_cluster_ctas(0, case.kv, dim, rows, heads, case.max_seq_len)
     num_ctas = num_ctas or NUM_SMS * core.decode_ctas_per_sm(0, case.kv, dim, rows)
