@@ -237,5 +237,5 @@ def test_a_planted_fault_is_found(program: pathlib.Path, fault: int) -> None:
         cases = ("block,40,2,3,256,192,2,random,0,32",)
     elif fault > 30:
         cases = CASES[:1]
-    # Wrong results, or a barrier's misuse that the emulation notices first: which of them depends on the threads' order.
+    # Wrong results, or misuse of a barrier that the emulation notices first, by the order of threads.
     assert run(program, fault, *cases).returncode in (1, 3)
