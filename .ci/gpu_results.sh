@@ -32,7 +32,7 @@ if [[ $parts == *" router "* ]]; then
 fi
 if [[ $parts == *" moe "* ]]; then
   run moe $moe/moe.py --peers
-  run moe_bf16_x $moe/moe.py --bf16-x --case qwen3
+  run moe_bf16_x $moe/moe.py --bf16-x
   run moe_skew $moe/skew.py
 fi
 if [[ $parts == *" serving "* ]]; then

@@ -248,7 +248,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = run(tuple(args.op.split(",")), args.case, with_peers=args.peers, with_bf16=args.bf16_x)
     if args.json:
-        write_results(args.json, results(rows, hpc_moe._C.build_info()))
+        write_results(args.json, results(rows, {"hpc_moe": hpc_moe._C.build_info()}))
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = run()
     if args.json:
-        write_results(args.json, results(rows, hpc_moe._C.build_info()))
+        write_results(args.json, results(rows, {"hpc_moe": hpc_moe._C.build_info()}))
 
 
 if __name__ == "__main__":
