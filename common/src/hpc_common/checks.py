@@ -30,9 +30,11 @@ def shape_text(tensor: torch.Tensor) -> str:
 
 
 def check_tensor(where: str, argument: str, value: Any) -> torch.Tensor:
-    """``value`` as a tensor, else TypeError."""
+    """``value`` as a tensor, else TypeError; ValueError for a sparse or jagged one."""
     if not isinstance(value, torch.Tensor):
         fail(where, argument, "a torch.Tensor", type(value).__name__, TypeError)
+    if value.layout is not torch.strided:
+        fail(where, argument, "a dense (strided) tensor", f"layout {value.layout}")
     return value
 
 

@@ -53,6 +53,8 @@ def plan_for(x: Inputs, **changes: Any) -> DecodePlan:
 BAD: list[tuple[str, type[Exception], str, Change]] = [
     ("q no tensor", TypeError, r"q: expected a torch.Tensor, got list", lambda x: {"q": [1.0]}),
     ("q dtype", TypeError, r"q: expected dtype .*bfloat16.*, got torch.float32", lambda x: {"q": x.q.float()}),
+    ("q sparse", ValueError, r"q: expected a dense \(strided\) tensor, got layout torch.sparse_coo",
+     lambda x: {"q": x.q.to_sparse()}),
     ("q rank", ValueError, r"q: expected shape \[tokens, num_q_heads, head_dim\], got shape", lambda x: {"q": x.q[0]}),
     ("q rows", ValueError, r"q: expected 2 rows \(plan was made for q_len=1", lambda x: {"q": x.q.repeat(2, 1, 1)}),
     ("q stride", ValueError, r"q: expected stride\(\d\) to be a multiple of 16 bytes", lambda x: {"q": odd_rows(x.q)}),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import hpc_moe
+import numpy as np
 import pytest
 import torch
 from hpc_common import capability
@@ -25,6 +26,13 @@ BAD: dict[str, tuple[str, Callable[[Any], Any], type[Exception], str]] = {
     "x fp16": ("block-bf16", lambda c: c.but(x=c.x.half()), TYPE, "x: expected dtype torch.bfloat16 or"),
     "x fp32": ("bf16", lambda c: c.but(x=c.x.float()), TYPE, "x: expected dtype torch.bfloat16, got"),
     "x e4m3 with bf16 weights": ("bf16", lambda c: c.but(x=c.x.to(E4M3)), TYPE, "x: expected dtype torch.bfloat16"),
+    "x sparse": (
+        "bf16",
+        lambda c: c.but(x=c.x.to_sparse()),
+        VALUE,
+        r"x: expected a dense \(strided\) tensor, got layout",
+    ),
+    "w2 sparse": ("bf16", lambda c: c.but(w2=c.w2.to_sparse()), VALUE, r"w2: expected a dense \(strided\) tensor, got"),
     "x one-dimensional": ("bf16", lambda c: c.but(x=c.x[0]), VALUE, r"x: expected shape \[T, H\], got shape \[384\]"),
     "H not of 128": ("bf16", lambda c: c.but(x=c.x[:, :320]), VALUE, "x: expected a hidden size H that is a positive"),
     "x column stride": (
@@ -104,6 +112,7 @@ BAD: dict[str, tuple[str, Callable[[Any], Any], type[Exception], str]] = {
         TYPE,
         "quant: expected None, Fp8Block or Fp8Tensor, got str",
     ),
+    "activation array": ("bf16", lambda c: c.but(activation=np.array(["silu", "gelu"])), VALUE, "activation: expected"),
     "activation": ("bf16", lambda c: c.but(activation="gelu"), VALUE, "activation: expected \"silu\", got 'gelu'"),
     "limit negative": ("bf16", lambda c: c.but(swiglu_limit=-1.0), VALUE, "swiglu_limit: expected a positive finite"),
     "limit zero": ("bf16", lambda c: c.but(swiglu_limit=0), VALUE, "swiglu_limit: expected a positive finite"),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import hpc_common.capability as common_capability
+import numpy as np
 import pytest
 import torch
 from hpc_common.capability import Capability
@@ -35,6 +36,16 @@ BAD_X: dict[str, tuple[Callable[[str], object], type[Exception], str]] = {
     "fp16": (lambda d: x_of(d, dtype=torch.float16), TypeError, "expected dtype torch.bfloat16, got torch.float16"),
     "fp32": (lambda d: x_of(d, dtype=torch.float32), TypeError, "expected dtype torch.bfloat16, got torch.float32"),
     "list": (lambda d: [[1.0] * K], TypeError, "expected a torch.Tensor, got list"),
+    "sparse": (
+        lambda d: x_of(d).to_sparse(),
+        ValueError,
+        r"expected a dense \(strided\) tensor, got layout torch.sparse_coo",
+    ),
+    "nested": (
+        lambda d: torch.nested.as_nested_tensor(list(x_of(d)), layout=torch.jagged),
+        ValueError,
+        r"expected a dense \(strided\) tensor, got layout torch.jagged",
+    ),
     "another K": (lambda d: x_of(d, M, K + 8), ValueError, r"expected shape \[M, 64\], got shape \[4, 72\]"),
     "one dimension": (lambda d: x_of(d, K), ValueError, r"expected shape \[M, 64\], got shape \[64\]"),
     "three dimensions": (lambda d: x_of(d, 1, M, K), ValueError, r"expected shape \[M, 64\]"),
@@ -172,6 +183,11 @@ def test_batch_invariant() -> None:
         (dict(k=13), ValueError, r"k: expected an int in \[1, 12\], got 13"),
         (dict(k=2.0), TypeError, "k: expected an int, got float 2.0"),
         (dict(scoring="relu"), ValueError, "scoring: expected 'softmax' or 'sigmoid', got 'relu'"),
+        (
+            dict(scoring=np.array(["softmax", "relu"])),
+            ValueError,
+            "scoring: expected 'softmax' or 'sigmoid', got array",
+        ),
         (dict(scoring=None), ValueError, "scoring: expected 'softmax' or 'sigmoid', got None"),
         (dict(bias=torch.ones(N, dtype=torch.bfloat16)), TypeError, "bias: expected dtype torch.float32"),
         (dict(bias=torch.ones(N - 1)), ValueError, r"bias: expected shape \[12\], got shape \[11\]"),

@@ -141,7 +141,7 @@ class DecodePlan:
         if broken:
             fail(_WHERE, *broken)
         check_int(_WHERE, "max_batch", max_batch, 1, MAX_BATCH)
-        if kv_dtype not in (*DTYPES_16, FP8):
+        if not isinstance(kv_dtype, torch.dtype) or kv_dtype not in (*DTYPES_16, FP8):
             names = " or ".join(map(str, (*DTYPES_16, FP8)))
             fail(_WHERE, "kv_dtype", names, kv_dtype, ValueError if isinstance(kv_dtype, torch.dtype) else TypeError)
         if not isinstance(batch_invariant, bool):

@@ -135,7 +135,7 @@ def why_not(
     Raises TypeError for an argument of a wrong type, ValueError for an unknown operator or a string that names no
     device. A device that is not there, or that runs nothing (meta), is a reason.
     """
-    if operator not in ("decode", "prefill"):
+    if not isinstance(operator, str) or operator not in ("decode", "prefill"):
         fail(_WHERE, "operator", "decode or prefill", repr(operator))
     for name, dtype in (("q_dtype", q_dtype), ("kv_dtype", kv_dtype)):
         if not isinstance(dtype, torch.dtype) and (name == "q_dtype" or dtype is not None):

@@ -71,7 +71,7 @@ def fused_moe(
     _checks.check_routing(x, topk_ids, topk_weights)
     _checks.check_scales(x, experts, hidden, intermediate, quant)
     num_experts = _checks.check_ranks(ep_rank, num_experts, experts)
-    if activation != "silu":
+    if not isinstance(activation, str) or activation != "silu":
         fail(_WHERE, "activation", '"silu"', repr(activation))
     if swiglu_limit is not None:
         swiglu_limit = _checks.check_number("swiglu_limit", swiglu_limit, positive=True)

@@ -27,7 +27,7 @@ def feature(quant: str, x_dtype: torch.dtype) -> str:
 
 def check_x_dtype(where: str, quant: object, x_dtype: object) -> None:
     """ValueError for an unknown ``quant`` or an x dtype that it does not take, TypeError where x_dtype is no dtype."""
-    if quant not in ("none", "block", "tensor"):
+    if not isinstance(quant, str) or quant not in ("none", "block", "tensor"):
         fail(where, "quant", "none, block or tensor", repr(quant))
     if not isinstance(x_dtype, torch.dtype):
         fail(where, "x_dtype", "a torch.dtype", f"{type(x_dtype).__name__} {x_dtype!r}", TypeError)

@@ -77,7 +77,7 @@ def check_route(
     """The options of ``route`` for a weight [N, K]."""
     experts = weight.shape[0]
     check_int(where, "k", k, 1, experts)
-    if scoring not in SCORINGS:
+    if not isinstance(scoring, str) or scoring not in SCORINGS:
         fail(where, "scoring", " or ".join(map(repr, SCORINGS)), repr(scoring))
     if bias is not None:
         check_dtype(where, "bias", bias, (torch.float32,))
