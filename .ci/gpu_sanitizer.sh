@@ -29,4 +29,4 @@ for tool in "$@"; do
     for ((part = 0; part < parts; ++part)); do echo "$tool $package $part $parts $options"; done
   done
 done | xargs -P "${PROCESSES:-6}" -I{} bash -c 'watch {}'
-python3 summary.py "$out"
+python3 summary.py "$out" "$@"
