@@ -14,10 +14,7 @@ import sys
 # Reports that are no errors: (tool, part of the kernel's name) -> why.
 KNOWN = {
     ("initcheck", "moe::gate_up_kernel"): "the guessed tile, loaded before it is known to exist; not used then",
-    (
-        "racecheck",
-        "moe::gate_up_kernel<1,",
-    ): "the tool's: named barriers of halves (common/tests/sanitizer_barriers.cu)",
+    ("racecheck", "moe::gate_up_kernel<1,"): "named barriers of halves (common/tests/sanitizer_barriers.cu)",
 }
 
 
