@@ -41,8 +41,8 @@ def dirty_(tensor: torch.Tensor, seed: int = 0) -> torch.Tensor:
     workspace's contents goes wrong.
     """
     flat = tensor.view(-1).view(torch.uint8)
-    generator = torch.Generator().manual_seed(seed)
-    flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8, generator=generator))
+    generator = torch.Generator(flat.device).manual_seed(seed)
+    torch.randint(0, 256, flat.shape, dtype=torch.uint8, device=flat.device, generator=generator, out=flat)
     return tensor
 
 
@@ -118,19 +118,25 @@ class PagedCache:
         pages = self.page_table[request].cpu().long()
         return pages[tokens // self.page_size] * self.page_size + tokens % self.page_size
 
+    def _index_here(self) -> "PagedCache":
+        """The same with page_table and seq_lens on the CPU: one wait for a GPU, not one a request."""
+        return PagedCache(self.k_cache, self.v_cache, self.page_table.cpu(), self.seq_lens.cpu())
+
     def used(self) -> torch.Tensor:
         """[pages, page_size] bool on the CPU: the slots that hold a token of some request."""
         mask = torch.zeros(self.num_pages * self.page_size, dtype=torch.bool)
+        here = self._index_here()
         for request in range(len(self.seq_lens)):
-            mask[self.slots(request)] = True
+            mask[here.slots(request)] = True
         return mask.view(self.num_pages, self.page_size)
 
     def scatter(self, rows: Sequence[torch.Tensor], fill: float = float("nan")) -> torch.Tensor:
         """Per-token values (one [L_b, ...] tensor a request) as [pages, page_size, ...], ``fill`` in unused slots."""
         first = rows[0]
         result = torch.full((self.num_pages * self.page_size, *first.shape[1:]), fill, dtype=first.dtype)
+        here = self._index_here()
         for request, values in enumerate(rows):
-            result[self.slots(request)] = values.cpu()
+            result[here.slots(request)] = values.cpu()
         return result.view(self.num_pages, self.page_size, *first.shape[1:]).to(self.k_cache.device)
 
     def set_unused_(self, value: float = float("nan")) -> None:

@@ -5,6 +5,7 @@ partial results), on the stored, already quantised values. Slow on purpose and s
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -13,17 +14,21 @@ from ..poison import bits
 Scale = float | torch.Tensor | None
 
 
+def _here(value: Any) -> Any:
+    """``value`` on the CPU with the same bits where it is a tensor, of any strides."""
+    return bits(value).cpu().view(value.dtype) if isinstance(value, torch.Tensor) else value
+
+
 def gather(cache: torch.Tensor, page_table: torch.Tensor, length: int) -> torch.Tensor:
-    """The first ``length`` tokens of one request as float64 [length, Hkv, D] on the CPU.
+    """The first ``length`` tokens of one request as float64 [length, Hkv, D]; all on the CPU.
 
     cache: [pages, page_size, Hkv, D], any dtype and strides. page_table: the request's row, [max_pages].
     Only the slots of these tokens are read.
     """
     page_size = cache.shape[1]
     token = torch.arange(length)
-    pages = page_table.cpu().long()[token // page_size]
-    rows = bits(cache)[pages.to(cache.device), (token % page_size).to(cache.device)]
-    return rows.view(cache.dtype).cpu().to(torch.float64)
+    rows = bits(cache)[page_table.long()[token // page_size], token % page_size]
+    return rows.view(cache.dtype).to(torch.float64)
 
 
 def _key_scale(scale: Scale, page_table: torch.Tensor, length: int, heads: int) -> torch.Tensor:
@@ -34,7 +39,7 @@ def _key_scale(scale: Scale, page_table: torch.Tensor, length: int, heads: int) 
         return torch.full((length, heads), float(scale), dtype=torch.float64)
     if scale.dim() == 3:  # [pages, page_size, Hkv]
         return gather(scale.unsqueeze(-1), page_table, length).squeeze(-1)
-    return scale.cpu().to(torch.float64).expand(heads).expand(length, heads)
+    return scale.to(torch.float64).expand(heads).expand(length, heads)
 
 
 def _head_scale(scale: Scale, heads: int) -> torch.Tensor:
@@ -43,7 +48,7 @@ def _head_scale(scale: Scale, heads: int) -> torch.Tensor:
         return torch.ones(heads, dtype=torch.float64)
     if not isinstance(scale, torch.Tensor):
         return torch.full((heads,), float(scale), dtype=torch.float64)
-    return scale.cpu().to(torch.float64).expand(heads)
+    return scale.to(torch.float64).expand(heads)
 
 
 def paged_attention(
@@ -79,13 +84,18 @@ def paged_attention(
         (out, lse): float64 [T, Hq, D] and [T, Hq] on the CPU; lse is the natural logarithm without the sinks. A row
         that sees nothing is zeros with lse -inf.
     """
+    # Each tensor comes over once: where processes share a GPU, a copy for every request is a long wait for each.
+    q, k_cache, v_cache, page_table, cu_seqlens_q, seq_lens = map(
+        _here, (q, k_cache, v_cache, page_table, cu_seqlens_q, seq_lens)
+    )
+    q_scale, k_scale, v_scale, sinks = map(_here, (q_scale, k_scale, v_scale, sinks))
     tokens, num_q_heads, dim = q.shape
     num_kv_heads = k_cache.shape[2]
     group = num_q_heads // num_kv_heads
     scale = dim**-0.5 if sm_scale is None else float(sm_scale)
-    queries = q.cpu().to(torch.float64)
+    queries = q.to(torch.float64)
     if q_scale is not None:
-        queries = queries * q_scale.cpu().to(torch.float64).unsqueeze(-1)
+        queries = queries * q_scale.to(torch.float64).unsqueeze(-1)
     v_scales = _head_scale(v_scale, num_kv_heads)
     out = torch.zeros(tokens, num_q_heads, dim, dtype=torch.float64)
     lse = torch.full((tokens, num_q_heads), float("-inf"), dtype=torch.float64)
@@ -108,7 +118,7 @@ def paged_attention(
                 log_sum = torch.logsumexp(scores, 1)
                 lse[first + row, heads] = log_sum
                 if sinks is not None:
-                    log_sum = torch.logaddexp(log_sum, sinks.cpu().to(torch.float64)[heads])
+                    log_sum = torch.logaddexp(log_sum, sinks.to(torch.float64)[heads])
                 out[first + row, heads] = torch.exp(scores - log_sum.unsqueeze(1)) @ values[begin:end, kv_head]
     return out, lse
 
@@ -123,6 +133,6 @@ def decode(
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``paged_attention`` of a decode step: q is [B * q_len, Hq, D], ``q_len`` rows a request; same options."""
-    lengths = [int(n) for n in seq_lens]
+    lengths = [int(n) for n in _here(seq_lens)]
     starts = [q_len * request for request in range(len(lengths) + 1)]
     return paged_attention(q, k_cache, v_cache, page_table, starts, lengths, **options)  # type: ignore[arg-type]
