@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Small calls of every kernel (tests/sanitizer) under compute-sanitizer's tools, several processes at once; logs in OUT, then
 # a table of what each tool saw. What is not an error though a tool says so is in tests/sanitizer/summary.py.
-# PROCESSES (6) share the GPU; SECONDS_ALL (600) is the most that all may take, and the table says what is left then.
+# PROCESSES (8) share the GPU, whose time they take by turns: all tools together take some 150 s of one H200. SECONDS_ALL
+# (600) is the most that they may take, and the table says what is left then.
 #   .ci/gpu_sanitizer.sh SITE OUT [memcheck initcheck synccheck racecheck]
 set -uo pipefail
 site=$(cd "${1:?usage: .ci/gpu_sanitizer.sh SITE OUT [TOOL ...]}" && pwd)
@@ -24,9 +25,10 @@ export -f watch
 for tool in "$@"; do
   for package in moe router attention; do
     parts=1 options=
+    [[ $package == moe ]] && parts=2
     [[ $tool == racecheck ]] && parts=4 options=--small
     [[ $tool == synccheck && $package == router ]] && options=--one-consumer
     for ((part = 0; part < parts; ++part)); do echo "$tool $package $part $parts $options"; done
   done
-done | xargs -P "${PROCESSES:-6}" -I{} bash -c 'watch {}'
+done | xargs -P "${PROCESSES:-8}" -I{} bash -c 'watch {}'
 python3 summary.py "$out" "$@"
