@@ -11,6 +11,9 @@
 // A piece is what a CTA runs of one (request, head); a CTA has at most two pieces of cut ones, its first and its last,
 // so a partial result has the slot  2 * c + (the piece does not start at the CTA's first tile).
 //
+// Weighed lines: where there are more pairs than CTAs, what a piece costs beside its tiles counts as some tiles more in
+// front of each pair, so that a CTA with many short pieces has fewer tiles. See weighs(), pair_extra().
+//
 // Dealt plans: where the pairs are no more than the CTAs, and a little more than the even share lets every pair have
 // CTAs of its own, it gets ceil(its tiles / budget) of them, which share its tiles evenly: no run goes from one pair
 // into the next. Short pairs stay whole, one a CTA, where that costs less than adding pieces. See dealt_budget().
@@ -77,6 +80,33 @@ HPC_HD int32_t floor_tiles(int64_t total_tiles, int32_t share, int32_t min_tiles
 HPC_HD int32_t decode_budget(int64_t total_tiles, int32_t share, int32_t floor) {
   return total_tiles == 0 ? 0 : (share > floor ? share : floor);
 }
+
+// ---- Weighed lines ----
+
+// What a pair costs beside its tiles, in tiles: its merge, which takes about as long whatever a tile's bytes. Short
+// ones go side by side, a warp each.
+constexpr int kShortTiles = 2;
+HPC_HD int32_t pair_extra(bool is_long, int32_t min_tiles) {
+  return is_long ? 3 * min_tiles : 0;
+}
+// Whether a step's pairs may be weighed: where there are more of them than CTAs, and more to read than cuts cost.
+HPC_HD bool may_weigh(int32_t share, const DecodeShape& shape) {
+  return !shape.batch_invariant && shape.batch * shape.num_kv_heads > shape.num_ctas && share > 3 * shape.min_tiles &&
+         share <= 1 << 24;
+}
+// Whether they are: not where there is little to read, and not where all cuts fall on ends as it is (see
+// floor_tiles()). all_bits: the requests' tiles, or-ed.
+HPC_HD bool weighs(int32_t share, int32_t floor, int32_t all_bits, int32_t min_tiles) {
+  const int32_t step = power_of_two_from((share + 7) / 8);
+  return floor > min_tiles && (floor <= 2 * min_tiles || (all_bits & (step - 1)) != 0);
+}
+
+// The line on which the CTAs' shares lie one behind the other.
+struct DecodeLine {
+  const int32_t* begin;  // [batch + 1] where the requests begin, per KV head; in dealt plans counted in CTAs
+  bool dealt;
+  bool weighed;  // begin counts pair_extra() with the tiles
+};
 
 // ---- Dealt plans ----
 
@@ -205,7 +235,13 @@ HPC_HD int32_t next_request(int32_t request, const int32_t* tile_begin, int32_t 
 struct DecodeAssignment {
   DecodeCta run;
   DecodeSplit split;  // pieces 0: none
+  // Weighed lines: the tile that the run begins with, of all; modulo 2^32. The run ends where the next one begins, its
+  // count is left to number_run().
+  uint32_t begin;
 };
+HPC_HD void number_run(DecodeCta& run, uint32_t begin, uint32_t end) {
+  run.count = static_cast<int32_t>(end - begin);
+}
 
 // Batch-invariant plans: the first piece that starts at or after `position`, as a tile index and a place.
 HPC_HD int64_t piece_at_or_after(int64_t position, int64_t total_tiles, const int32_t* tile_begin,
@@ -224,14 +260,13 @@ HPC_HD int64_t piece_at_or_after(int64_t position, int64_t total_tiles, const in
   return position;
 }
 
-// cta_begin: [batch + 1] in dealt plans, CTAs of the requests before, per KV head; else null.
 HPC_HD DecodeAssignment decode_assignment(int32_t cta, int32_t budget, int64_t total_tiles, const int32_t* tile_begin,
-                                          const int32_t* cta_begin, const DecodeShape& shape) {
+                                          const DecodeLine& line, const DecodeShape& shape) {
   DecodeAssignment result = {};
   DecodePlace place;
-  const bool dealt = cta_begin != nullptr;
-  const int64_t all = dealt ? static_cast<int64_t>(cta_begin[shape.batch]) * shape.num_kv_heads : total_tiles;
-  int64_t begin = dealt ? cta : static_cast<int64_t>(cta) * budget;
+  const int64_t all = static_cast<int64_t>(line.begin[shape.batch]) * shape.num_kv_heads;
+  result.begin = static_cast<uint32_t>(total_tiles);
+  int64_t begin = line.dealt ? cta : static_cast<int64_t>(cta) * budget;
   if (begin >= all) return result;
   if (shape.batch_invariant) {
     DecodePlace end_place;
@@ -241,8 +276,16 @@ HPC_HD DecodeAssignment decode_assignment(int32_t cta, int32_t budget, int64_t t
     if (begin == end) return result;
     result.run.count = static_cast<int32_t>(end - begin);
   } else {
-    place = locate_tile(begin, dealt ? cta_begin : tile_begin, shape.batch, shape.num_kv_heads);
-    if (dealt) {  // a place on the line of CTAs: number `tile` of the num_tiles CTAs of its pair
+    place = locate_tile(begin, line.begin, shape.batch, shape.num_kv_heads);
+    if (line.weighed) {  // what comes in front of a pair's tiles belongs to its first one
+      const int32_t extra = pair_extra(place.num_tiles > kShortTiles, shape.min_tiles);
+      place.num_tiles -= extra;
+      place.tile = place.tile > extra ? place.tile - extra : 0;
+      result.begin = (static_cast<uint32_t>(tile_begin[place.request]) * static_cast<uint32_t>(shape.num_kv_heads)) +
+                     static_cast<uint32_t>(place.kv_head * place.num_tiles + place.tile);
+      result.run.count = 1;
+    }
+    if (line.dealt) {  // a place on the line of CTAs: number `tile` of the num_tiles CTAs of its pair
       const int32_t number = place.tile, parts = place.num_tiles;
       const int32_t tiles = tile_begin[place.request + 1] - tile_begin[place.request];
       const int32_t each = divide(tiles, parts), more = tiles - each * parts;
@@ -251,7 +294,7 @@ HPC_HD DecodeAssignment decode_assignment(int32_t cta, int32_t budget, int64_t t
       if (number == 1) result.split = {place.request, place.kv_head, cta - 1, parts};
     } else {
       const int64_t left = total_tiles - begin;
-      result.run.count = left < budget ? static_cast<int32_t>(left) : budget;
+      if (!line.weighed) result.run.count = left < budget ? static_cast<int32_t>(left) : budget;
       // The (request, head) began in the CTA before, and no earlier CTA boundary cut it.
       if (place.tile > 0 && place.tile <= budget) {
         const int32_t rest = place.num_tiles - place.tile;

@@ -93,20 +93,39 @@ inline void plan_decode(const int32_t* seq_lens, const DecodeShape& shape, void*
 
   std::vector<DecodeCta> ctas(shape.num_ctas);
   std::vector<DecodeSplit> splits;
-  std::vector<int32_t> cta_begin(shape.batch + 1);
+  std::vector<int32_t> line_begin(shape.batch + 1);
   const int32_t dealt = find_deal(rows.data(), header.total_tiles, share, shape);
   if (dealt > 0) {
     header.floor = header.budget = dealt;
-    for (int32_t r = 0; r < shape.batch; ++r) cta_begin[r + 1] = cta_begin[r] + dealt_parts(rows[r].num_tiles, dealt);
+    for (int32_t r = 0; r < shape.batch; ++r) line_begin[r + 1] = line_begin[r] + dealt_parts(rows[r].num_tiles, dealt);
   }
-  for (int32_t c = 0; c < shape.num_ctas; ++c) {
-    const DecodeAssignment assignment = decode_assignment(c, header.budget, header.total_tiles, tile_begin.data(),
-                                                          dealt > 0 ? cta_begin.data() : nullptr, shape);
+  bool weighed = false;
+  if (may_weigh(share, shape)) {
+    int32_t bits = 0;
+    for (int32_t r = 0; r < shape.batch; ++r) {
+      bits |= rows[r].num_tiles;
+      line_begin[r + 1] =
+          line_begin[r] + rows[r].num_tiles + pair_extra(rows[r].num_tiles > kShortTiles, shape.min_tiles);
+    }
+    weighed = weighs(share, header.floor, bits, shape.min_tiles);
+    if (weighed) {
+      header.floor = 2 * shape.min_tiles;
+      header.budget = tiles_share(static_cast<int64_t>(line_begin[shape.batch]) * shape.num_kv_heads, shape.num_ctas);
+    }
+  }
+  const DecodeLine line = {dealt > 0 || weighed ? line_begin.data() : tile_begin.data(), dealt > 0, weighed};
+  uint32_t end = static_cast<uint32_t>(header.total_tiles);
+  for (int32_t c = shape.num_ctas - 1; c >= 0; --c) {
+    DecodeAssignment assignment =
+        decode_assignment(c, header.budget, header.total_tiles, tile_begin.data(), line, shape);
+    if (weighed && assignment.run.count > 0) number_run(assignment.run, assignment.begin, end);
+    end = assignment.begin;
     ctas[c] = assignment.run;
     header.used_ctas += assignment.run.count > 0;
     if (assignment.split.pieces > 0) splits.push_back(assignment.split);
   }
   header.num_splits = static_cast<int32_t>(splits.size());
+  std::reverse(splits.begin(), splits.end());
 
   std::memcpy(bytes, &header, sizeof(header));
   std::memcpy(bytes + requests_offset(), rows.data(), rows.size() * sizeof(DecodeRequest));

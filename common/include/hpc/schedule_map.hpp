@@ -63,7 +63,7 @@ struct alignas(16) DecodeHeader {
   int32_t batch;
   int32_t num_kv_heads;
   int32_t num_ctas;
-  int32_t budget;      // most tiles of a CTA, 0 where there is no tile
+  int32_t budget;      // most tiles of a CTA, 0 where there is no tile; on a weighed line with what pairs have in front
   int32_t used_ctas;   // CTAs that have tiles
   int32_t num_splits;  // rows in `splits`
   int32_t q_len;
@@ -72,7 +72,7 @@ struct alignas(16) DecodeHeader {
   int32_t max_batch;
   int32_t batch_invariant;  // 0 or 1
   int32_t num_empty;        // requests without tiles: their rows are zeros with lse -inf
-  int32_t floor;            // floor_tiles() of this step; in a dealt plan its budget
+  int32_t floor;            // floor_tiles() of this step; in a dealt plan its budget, on a weighed line its least
   int32_t min_tiles;
 };
 

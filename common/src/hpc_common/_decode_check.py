@@ -46,6 +46,22 @@ def expected_deal(tiles: np.ndarray, num_kv_heads: int, num_ctas: int, min_tiles
     return 0
 
 
+def expected_weights(tiles: np.ndarray, num_kv_heads: int, num_ctas: int, min_tiles: int) -> np.ndarray | None:
+    """What each request's pairs count on a weighed line: their tiles, and of more than 2 ``3 * min_tiles`` more.
+
+    None where the line is not weighed: no more pairs than CTAs, few tiles, or cuts that fall on ends as it is.
+    """
+    total = int(tiles.sum()) * num_kv_heads
+    share = -(-total // num_ctas)
+    if len(tiles) * num_kv_heads <= num_ctas or not 3 * min_tiles < share <= 1 << 24:
+        return None
+    step = 1 << (-(-share // 8) - 1).bit_length()
+    floor = expected_floor(total, num_ctas, min_tiles)
+    if floor == min_tiles or (floor > 2 * min_tiles and not (tiles % step).any()):
+        return None
+    return np.where(tiles > 2, tiles + 3 * min_tiles, tiles)
+
+
 def expected_piece_tiles(num_tiles: int) -> int:
     """Tiles of a piece in a batch-invariant plan: the least power of two from 8 on that leaves at most 256 pieces."""
     return max(8, 1 << (max(-(-num_tiles // 256), 1) - 1).bit_length())
@@ -130,6 +146,13 @@ def _loads(schedule: DecodeSchedule) -> Iterator[str]:
     dealt = 0 if schedule.batch_invariant else expected_deal(tiles, schedule.num_kv_heads, n, schedule.min_tiles)
     if dealt:
         floor = budget = dealt
+    weights = (
+        None
+        if dealt or schedule.batch_invariant
+        else expected_weights(tiles, schedule.num_kv_heads, n, schedule.min_tiles)
+    )
+    if weights is not None:
+        floor, budget = 2 * schedule.min_tiles, -(-int(weights.sum()) * schedule.num_kv_heads // n)
     if (schedule.floor, schedule.budget) != (floor, budget):
         yield f"header: floor and budget {schedule.floor}, {schedule.budget}, not {floor}, {budget}"
     runs = schedule.ctas
@@ -166,6 +189,16 @@ def _loads(schedule: DecodeSchedule) -> Iterator[str]:
             yield f"loads: not the first {len(parts)} CTAs"
         elif not np.array_equal(runs["count"], own // parts + (number < own % parts)):
             yield "loads: a CTA without its even share of one (request, head)"
+        return
+    if weights is not None:
+        pair_weights, pair_tiles = np.repeat(weights, schedule.num_kv_heads), np.repeat(tiles, schedule.num_kv_heads)
+        line = np.append(0, np.cumsum(pair_weights))
+        at = np.arange(n) * budget
+        at = at[at < line[-1]]
+        pair = np.searchsorted(line, at, "right") - 1
+        inside = np.maximum(at - line[pair] - (pair_weights - pair_tiles)[pair], 0)
+        if not np.array_equal(begin, np.append(0, np.cumsum(pair_tiles))[pair] + inside):
+            yield f"loads: a CTA that does not begin at its number times {budget} of the weighed line"
         return
     if not np.array_equal(begin, cta * budget) or (runs["count"][:-1] != budget).any():
         yield f"loads: a CTA that does not run the tiles from its number times {budget}"

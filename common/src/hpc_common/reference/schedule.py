@@ -62,6 +62,15 @@ def slow_plan(
                     owner += sorted(first + tile % count for tile in range(tiles))
                 break
     budget = max(share, floor) + more
+    weights = [tiles + 3 * min_tiles if tiles > 2 else tiles for tiles in pairs]
+    if not batch_invariant and len(pairs) > num_ctas and 3 * min_tiles < share <= 1 << 24:
+        if min_tiles < floor <= 2 * min_tiles or (
+            floor > min_tiles and any(tiles % step for tiles in pairs)
+        ):  # what a pair costs beside its tiles counts
+            budget, begin = math.ceil(sum(weights) / num_ctas) + more, 0
+            for tiles, weight in zip(pairs, weights, strict=True):
+                begin += weight
+                owner += [tile // budget for tile in range(begin - tiles, begin)]
     runs, pieces, cta = {}, [], 0
     for index, (request, head, tile) in enumerate(line):
         if owner:

@@ -5,11 +5,15 @@
 //   the CTAs' runs, the cut (request, head) pairs and the header. One block serves up to 1,023 requests.
 // Threads: T >= CTAs of the attention kernel. Thread i scans requests [i * kItems, (i + 1) * kItems) and writes the row
 //   of CTA i.
-// Shared memory: tile_begin of every request (16 KB at 4,096), cta_begin where a dealt plan may be made, per-warp sums.
+// Shared memory: tile_begin of every request (16 KB at 4,096); line_begin, where they begin on the line of CTAs of a
+// dealt
+//   plan or on a weighed line; there also run_begin, of each CTA; per-warp sums.
 // Steps: 1. lengths -> tiles, sums of each warp | barrier | 2. total and share, tile_begin to shared memory; where a
 //   dealt plan may be made, the parts of each request with each of its budgets, scanned in the warp | barrier |
-//   3. the first budget that fits, cta_begin to shared memory | barrier | 4. request rows; thread c searches the place
-//   of CTA c | barrier | 5. cut pairs at their index (a ballot scan), header, zeros.
+//   3. the first budget that fits, line_begin to shared memory | barrier | 4. request rows; thread c searches the place
+//   of CTA c | barrier | 5. cut pairs at their index (a ballot scan), header, zeros; on a weighed line the runs, each
+//   of which ends where the next one begins. (There line_begin is written in step 2; plans are either dealt or
+//   weighed.)
 // Chains of dependent instructions are what takes time here: sums of warps by REDUX, searches by quarters, divisions
 //   without signs, and values that all threads share kept out of the uniform registers.
 // Sums fit 32 bits per KV head (4,096 x 16,384 tiles); positions over all heads are int64.
@@ -67,12 +71,17 @@ __device__ __forceinline__ int32_t field(int32_t word, int number) {
   return (word >> (10 * (number % 3))) & 1023;
 }
 
-template <bool kBatchInvariant, int kItems>
+// kDeals: whether the step may have a dealt plan (may_deal()); else its line may be weighed.
+template <bool kBatchInvariant, int kItems, bool kDeals>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
   __shared__ int32_t tile_begin[kItems * kPlanThreads + 1];
-  constexpr bool kDeals = !kBatchInvariant && kItems == 1;  // a step of more requests has no dealt plan
-  __shared__ int32_t cta_begin[kDeals ? kPlanThreads + 1 : 1];
+  static_assert(!kDeals || (!kBatchInvariant && kItems == 1));
+  constexpr bool kWeighs = !kBatchInvariant && !kDeals;
+  // Of a weighed line or a dealt plan; where each CTA's run begins on a weighed line.
+  __shared__ int32_t line_begin[kBatchInvariant ? 1 : kItems * kPlanThreads + 1];
+  __shared__ uint32_t run_begin[kWeighs ? kPlanThreads : 1];
   __shared__ int32_t warp_tiles[32], warp_pieces[32], warp_empty[32], warp_splits[32], warp_used[32];
+  __shared__ int32_t warp_bits[32], warp_long[32];
   __shared__ int32_t warp_longest[32], warp_parts[2][32];
   DecodeShape shape = params.shape;
   shape.batch_invariant = kBatchInvariant;  // known to the compiler from here on
@@ -80,40 +89,46 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
   const int num_threads = static_cast<int>(blockDim.x), num_warps = num_threads / 32;
   const int block = static_cast<int>(blockIdx.x), num_blocks = static_cast<int>(gridDim.x);
   const int batch = shape.batch, first = thread * kItems;
-  const bool deals = kDeals && may_deal(shape);
 
   pdl_wait();
   pdl_trigger();
 
   // 1. Tiles of each request, and each warp's sum.
   DecodeRequest rows[kItems];
-  int32_t tiles = 0, pieces = 0, empty = 0;
+  int32_t tiles = 0, pieces = 0, empty = 0, bits = 0, packed = 0;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int32_t length = first + i < batch ? __ldcg(params.seq_lens + first + i) : 0;
     rows[i] = decode_request(length, shape);
     tiles += rows[i].num_tiles;
     pieces += rows[i].num_pieces;
+    bits |= rows[i].num_tiles;
+    packed += kWeighs ? rows[i].num_tiles << 8 | (rows[i].num_tiles > kShortTiles) : rows[i].num_tiles;
     empty += first + i < batch && rows[i].num_tiles == 0;
   }
   const bool own_empty = empty > 0;
   empty = __reduce_add_sync(0xffffffffu, empty);
-  const int32_t all_tiles = __reduce_add_sync(0xffffffffu, tiles);
+  // Of a warp's requests: tiles, and on weighed lines the number of those with more than kShortTiles, in a word.
+  const int32_t all_packed = __reduce_add_sync(0xffffffffu, packed);
   const int32_t all_pieces = kBatchInvariant ? __reduce_add_sync(0xffffffffu, pieces) : 0;
+  const int32_t all_bits = kWeighs ? __reduce_or_sync(0xffffffffu, bits) : 0;
   // Also where it is not wanted: under a condition ptxas (13.0) takes the branch's below, and leaves lane 0 out.
   const int32_t own_longest = kDeals ? __reduce_max_sync(0xffffffffu, tiles) : 0;
   if (lane == 0) {
     warp_longest[warp] = own_longest;
-    warp_tiles[warp] = all_tiles;
+    warp_tiles[warp] = kWeighs ? all_packed >> 8 : all_packed;
+    warp_long[warp] = all_packed & 255;
     warp_pieces[warp] = all_pieces;
     warp_empty[warp] = empty;
+    warp_bits[warp] = all_bits;
   }
   __syncthreads();
 
   // 2. The first tile of each request, per KV head; entries from `batch` on hold the total.
   const WarpSums tile_sums = sum_warps(warp_tiles, warp, num_warps, lane);
   const WarpSums piece_sums = kBatchInvariant ? sum_warps(warp_pieces, warp, num_warps, lane) : WarpSums{0, 0};
-  tiles = tile_sums.before + warp_inclusive_scan(tiles, lane) - tiles;
+  packed = warp_inclusive_scan(packed, lane) - packed;
+  tiles = tile_sums.before + (kWeighs ? packed >> 8 : packed);
   pieces = piece_sums.before + (kBatchInvariant ? warp_inclusive_scan(pieces, lane) : 0) - pieces;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -126,11 +141,22 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
   if (thread == num_threads - 1 && batch == first + kItems) tile_begin[batch] = tiles;
   const int64_t total = static_cast<int64_t>(tile_sums.all) * shape.num_kv_heads;
   const int32_t share = tiles_share(total, shape.num_ctas), least = dealt_least(total, shape.min_tiles);
+  const bool weighable = kWeighs && may_weigh(share, shape);
+  const WarpSums longs = kWeighs ? sum_warps(warp_long, warp, num_warps, lane) : WarpSums{0, 0};
+  if (weighable) {  // the same with what pairs cost beside their tiles
+    int32_t begin = rows[0].tile_begin + (longs.before + (packed & 255)) * pair_extra(true, shape.min_tiles);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (first + i <= batch) line_begin[first + i] = begin;
+      begin += rows[i].num_tiles + pair_extra(rows[i].num_tiles > kShortTiles, shape.min_tiles);
+    }
+    if (thread == num_threads - 1 && batch == first + kItems) line_begin[batch] = begin;
+  }
   int32_t floor = 0, budget = 0;
   // Parts of the requests up to and including this thread's, within the warp, with each budget of a dealt plan: three
   // sums a word.
   uint32_t parts[2] = {}, parts_to_here[2] = {};
-  if (deals) {
+  if constexpr (kDeals) {
 #pragma unroll
     for (int i = 0; i < kFits; ++i) {
       const int32_t wanted = dealt_parts(rows[0].num_tiles, dealt_budget(i, share, least, shape.min_tiles));
@@ -146,7 +172,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
 
   // 3. The first CTA of each request, per KV head, in a dealt plan.
   bool dealt = false;
-  if (deals) {
+  if constexpr (kDeals) {
     WarpSums sums[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) sums[i] = sum_warps(warp_parts[i], warp, num_warps, lane);
@@ -172,14 +198,24 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
         all = batch - empties.all;
         before = first - empties.before - __popc(empty_lanes & ((1u << lane) - 1));
       }
-      if (first < batch) cta_begin[first] = before;
-      if (thread == 0) cta_begin[batch] = all;
+      if (first < batch) line_begin[first] = before;
+      if (thread == 0) line_begin[batch] = all;
       __syncthreads();
     }
   }
+  bool weighed = false;
   if (!dealt) {
     floor = floor_tiles(total, share, shape.min_tiles);
     budget = decode_budget(total, share, floor);
+    if (weighable) {
+      weighed =
+          weighs(share, floor, __reduce_or_sync(0xffffffffu, lane < num_warps ? warp_bits[lane] : 0), shape.min_tiles);
+      if (weighed) {
+        floor = 2 * shape.min_tiles;
+        const int64_t extra = static_cast<int64_t>(longs.all) * pair_extra(true, shape.min_tiles);
+        budget = tiles_share(total + extra * shape.num_kv_heads, shape.num_ctas);
+      }
+    }
   }
 
   // 4. Request rows, and zeros behind the row that ends them.
@@ -206,9 +242,11 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
   DecodeAssignment assignment = {};
   const bool owns_cta = thread < shape.num_ctas;
   if (owns_cta) {
-    assignment = decode_assignment(thread, budget, total, tile_begin, dealt ? cta_begin : nullptr, shape);
-    store_row(params.map + ctas_offset(shape.max_batch) + sizeof(DecodeCta) * thread, assignment.run);
+    const DecodeLine line = {dealt || weighed ? line_begin : tile_begin, dealt, weighed};
+    assignment = decode_assignment(thread, budget, total, tile_begin, line, shape);
+    if (!weighed) store_row(params.map + ctas_offset(shape.max_batch) + sizeof(DecodeCta) * thread, assignment.run);
   }
+  if (weighed && owns_cta) run_begin[thread] = assignment.begin;
   const bool cuts = !kBatchInvariant && assignment.split.pieces > 0;
   const unsigned cutting = __ballot_sync(0xffffffffu, cuts);
   const unsigned used = __ballot_sync(0xffffffffu, assignment.run.count > 0);
@@ -217,6 +255,12 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
     warp_used[warp] = __popc(used);
   }
   __syncthreads();
+
+  if (weighed && owns_cta) {
+    const uint32_t end = thread + 1 < shape.num_ctas ? run_begin[thread + 1] : static_cast<uint32_t>(total);
+    if (assignment.run.count > 0) number_run(assignment.run, assignment.begin, end);
+    store_row(params.map + ctas_offset(shape.max_batch) + sizeof(DecodeCta) * thread, assignment.run);
+  }
 
   // 5. Cut pairs in the order of the CTAs that cut them, zeros behind them, and the header.
   const WarpSums splits = sum_warps(warp_splits, warp, num_warps, lane);

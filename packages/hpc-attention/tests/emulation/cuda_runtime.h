@@ -152,6 +152,13 @@ inline int32_t __reduce_add_sync(unsigned, int32_t value) {
   for (int lane = 0; lane < 32; ++lane) sum += values[0][lane];
   return static_cast<int32_t>(sum);
 }
+inline int32_t __reduce_or_sync(unsigned, int32_t value) {
+  const uint32_t mine = static_cast<uint32_t>(value);
+  const auto values = emulation::exchange(emulation::Meeting::kReduce, &mine, 1);
+  uint32_t sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum |= values[0][lane];
+  return static_cast<int32_t>(sum);
+}
 inline int32_t __reduce_max_sync(unsigned, int32_t value) {
   const uint32_t mine = static_cast<uint32_t>(value);
   const auto values = emulation::exchange(emulation::Meeting::kReduce, &mine, 1);
