@@ -83,6 +83,8 @@ def show(report: Report, console: Console) -> None:
     console.print(_schedule_table(report.comparison))
     if report.comparison.floor > report.comparison.lower_bound:
         line(f"  The plan lets a CTA have {report.comparison.floor} tiles: more cuts would cost more.")
+    elif report.comparison.schedules[0].largest > report.comparison.lower_bound:
+        line("  A CTA with many pieces has fewer tiles than others: a piece costs time, however short.")
     console.print()
     console.print(_operator_table(report.outcomes))
     for note in dict.fromkeys(outcome.note for outcome in report.outcomes if outcome.device and outcome.note):
