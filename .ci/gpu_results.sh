@@ -32,7 +32,9 @@ if [[ $parts == *" router "* ]]; then
 fi
 if [[ $parts == *" moe "* ]]; then
   run moe $moe/moe.py --peers
-  run moe_bf16_x $moe/moe.py --bf16-x
+  run moe_bf16_x $moe/moe.py --bf16-x --most 256
+  run moe_bf16_weights $moe/moe.py --op moe-bf16 --peers --case "qwen3-30b,hy3-tp8 m=64,hy3-tp8 m=1024"
+  run moe_launches $moe/launches.py
   run moe_skew $moe/skew.py
 fi
 if [[ $parts == *" serving "* ]]; then

@@ -24,6 +24,8 @@ FILES = {
     "packages/hpc-router-gemm/benchmarks/results/h200_route.json": ("router_route",),
     "packages/hpc-moe/benchmarks/results/h200.json": ("moe",),
     "packages/hpc-moe/benchmarks/results/h200_bf16_x.json": ("moe_bf16_x",),
+    "packages/hpc-moe/benchmarks/results/h200_bf16_weights.json": ("moe_bf16_weights",),
+    "packages/hpc-moe/benchmarks/results/h200_launches.json": ("moe_launches",),
     "packages/hpc-moe/benchmarks/results/h200_skew.json": ("moe_skew",),
     "integration/benchmarks/results/h200.json": ("serving",),
 }

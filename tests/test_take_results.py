@@ -39,4 +39,4 @@ def test_files_of_two_builds_are_not_joined(changed: dict) -> None:
 def test_every_committed_results_file_can_be_written() -> None:
     root = PATH.parent.parent
     committed = {str(path.relative_to(root)) for path in root.glob("*/**/benchmarks/results/*.json")}
-    assert committed == set(take_results.FILES)
+    assert committed and committed <= set(take_results.FILES)

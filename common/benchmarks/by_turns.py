@@ -101,9 +101,13 @@ class Build:
         self.send(**request)
         return self.read()
 
+    def end(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(30)
 
-def measure_case(case: str, builds: list[Build], options: argparse.Namespace) -> list[str]:
-    """Lines of one case: medians beside each other, then errors and checks that differ."""
+
+def measure_case(case: str, builds: list[Build], options: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
+    """Of one case each build's median in microseconds (NaN where it failed), and lines: errors, checks that differ."""
     for build in builds:
         build.send(do="prepare", case=case, hot=options.hot)
     wrong = {build.name: answer["error"] for build in builds if "error" in (answer := build.read())}
@@ -117,14 +121,18 @@ def measure_case(case: str, builds: list[Build], options: argparse.Namespace) ->
                     wrong[build.name] = answer["error"]
                 else:
                     times[build.name].append(answer["us"])
-    medians = [statistics.median(times[build.name] or [float("nan")]) for build in builds]
-    lines = [f"{case:30s}" + "".join(f"{us:9.2f} {us - medians[0]:+8.2f}" for us in medians)]
-    lines += [f"    {name}: {error}" for name, error in wrong.items()]
+    medians = {build.name: statistics.median(times[build.name] or [float("nan")]) for build in builds}
     checks = {build.name: build.ask(do="check").get("check") for build in builds if build.name not in wrong}
     first = next(iter(checks.values()), None)
-    return lines + [
+    return medians, [f"    {name}: {error}" for name, error in wrong.items()] + [
         f"    {name}: {check}, {builds[0].name}: {first}" for name, check in checks.items() if check != first
     ]
+
+
+def line(case: str, medians: dict[str, float]) -> str:
+    """A case's medians beside each other, each with its difference from the first."""
+    first = next(iter(medians.values()))
+    return f"{case:30s}" + "".join(f"{us:9.2f} {us - first:+8.2f}" for us in medians.values())
 
 
 def main() -> None:
@@ -148,10 +156,10 @@ def main() -> None:
         if time.monotonic() - begin > options.seconds:
             print(f"no time left for {case}")
             break
-        print(*measure_case(case, builds, options), sep="\n", flush=True)
+        medians, wrong = measure_case(case, builds, options)
+        print(line(case, medians), *wrong, sep="\n", flush=True)
     for build in builds:
-        build.process.stdin.close()
-        build.process.wait(30)
+        build.end()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Times of ``fused_moe`` on a Hopper GPU: the rows ``moe-block``, ``moe-tensor`` and ``moe-bf16``.
 
-    python packages/hpc-moe/benchmarks/moe.py --json results.json [--op moe-block] [--case tp8] [--peers] [--bf16-x]
+    python packages/hpc-moe/benchmarks/moe.py --json results.json [--op moe-block] [--case tp8] [--most 256] [--peers]
+        [--bf16-x]
 
 A row's name is the model's shape and the tokens of the call: ``hy3-tp8 m=16``. Activations come as e4m3 (``moe-bf16``:
 bf16), ids are uniform over the experts without repetition in a token. Each buffer set is one layer's ids and
@@ -185,16 +186,22 @@ def run(
     before: Callable[[str], None] = lambda name: None,
     with_peers: bool = False,
     with_bf16: bool = False,
+    most: int | None = None,
 ) -> list[Row]:
-    """Rows of ``ops`` whose case contains ``match``, printed as they come; ``before`` gets each row's name first.
+    """Rows of ``ops`` whose case contains ``match`` (or one of several, between commas), printed as they come.
 
-    ``with_bf16``: beside each FP8 row the same call with bf16 activations, quantised inside.
+    ``before`` gets each row's name first. ``with_bf16``: beside each FP8 row the same call with bf16 activations,
+    quantised inside. ``most``: rows of up to so many tokens alone.
     """
     rows = []
     for op in ops:
         quant = {"moe-block": "block", "moe-tensor": "tensor", "moe-bf16": "none"}[op]
         for shape in SHAPES:
-            cases = [tokens for tokens in shape.tokens if match in f"{shape.name} m={tokens}"]
+            cases = [
+                tokens
+                for tokens in shape.tokens
+                if any(part in f"{shape.name} m={tokens}" for part in match.split(",")) and tokens <= (most or tokens)
+            ]
             if not cases:
                 continue
             weights = make_weights(shape, quant, device)
@@ -242,11 +249,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write results here")
     parser.add_argument("--op", default="moe-tensor,moe-block", help="comma-separated: moe-tensor, moe-block, moe-bf16")
-    parser.add_argument("--case", default="", help="only cases that contain this")
+    parser.add_argument("--case", default="", help="only cases that contain this, or one of several between commas")
+    parser.add_argument("--most", type=int, help="only cases of up to so many tokens")
     parser.add_argument("--peers", action="store_true", help="other implementations too")
     parser.add_argument("--bf16-x", action="store_true", help="bf16 activations too, beside e4m3 ones")
     args = parser.parse_args()
-    rows = run(tuple(args.op.split(",")), args.case, with_peers=args.peers, with_bf16=args.bf16_x)
+    rows = run(tuple(args.op.split(",")), args.case, with_peers=args.peers, with_bf16=args.bf16_x, most=args.most)
     if args.json:
         write_results(args.json, results(rows, {"hpc_moe": hpc_moe._C.build_info()}))
 
