@@ -89,12 +89,18 @@ def cases(core: ModuleType) -> Iterator[Gemm | Choice]:
 
 
 def terms_of(weight: np.ndarray, count: int) -> np.ndarray:
-    """[count, N, K] bits of the weight's bf16 terms."""
+    """Bits of the weight's bf16 terms, as RouterWeight.split has them: [2, N, K] or [ceil(K / 64), 3, N, 64]."""
     terms, rest = [], weight
     for _ in range(count):
         terms.append(bf16(rest))
         rest = rest - (terms[-1].astype(np.uint32) << 16).view(np.float32)
-    return np.stack(terms)
+    stacked = np.stack(terms)
+    if count != 3:
+        return stacked
+    n, k = weight.shape
+    padded = np.zeros((3, n, -(-k // 64) * 64), stacked.dtype)
+    padded[:, :, :k] = stacked
+    return np.ascontiguousarray(padded.reshape(3, n, -1, 64).transpose(2, 0, 1, 3))
 
 
 def run(core: ModuleType, gpu: Gpu, case: Gemm | Choice) -> np.ndarray:

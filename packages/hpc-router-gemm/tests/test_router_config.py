@@ -91,6 +91,8 @@ def test_two_terms_sum_at_most_256_of_k_unpromoted(problem: dict) -> None:
         {"kernel": "tile", "rows": 64, "tokens": 104, "presplit": True, "weight_is_bf16": True},
         {"kernel": "stream", "rows": 16, "tokens": 8, "presplit": True},
         {"kernel": "tile", "rows": 64, "tokens": 48, "terms": 2},
+        {"kernel": "tile", "rows": 56, "tokens": 64, "presplit": True, "terms": 2},
+        {"kernel": "tile", "rows": 56, "tokens": 64, "terms": 3},
         {"kernel": "tile", "rows": 64, "tokens": 64, "paired": True},
         {"kernel": "tile", "rows": 64, "tokens": 176, "presplit": True, "paired": True},
         {"kernel": "tile", "rows": 64, "tokens": 64, "presplit": True, "paired": True, "split": 5},
@@ -120,7 +122,8 @@ def test_two_calls_share_an_sm_where_that_is_the_plan(problem: dict) -> None:
     tiles = [(tile, {}) for tile in _C.WGMMA_TILES] + [(tile, {"presplit": True}) for tile in _C.TERM_TILES]
     tiles += [(tile, {"presplit": True, "paired": True}) for tile in _C.PAIRED_TILES]
     for (rows, groups, tokens), weight in tiles:
-        of_three = {"terms": 3} if (rows, groups, tokens) == (64, 1, 48) else {}  # compiled for those alone
+        # Compiled for those alone.
+        of_three = {"terms": 3} if (rows, groups, tokens) in ((64, 1, 48), (56, 1, 64)) else {}
         tile = {"kernel": "tile", "rows": rows, "k_groups": groups, "tokens": tokens, **weight, **of_three}
         c = _C.make_config(**{**problem, **tile})
         light = rows == 64 and groups == 1 and tokens <= 128
@@ -177,6 +180,19 @@ def test_measured_rows_for_pairs() -> None:
         assert (c.paired, c.tokens, c.split) == (True, tokens, split) and c.ctas <= 120  # resident in clusters of 4, 8
         assert c.pairs_experts == ((m, n, k, tokens, split) in of_experts)
         assert not _C.choose_config(m=m, n=n, k=k).paired
+
+
+@given(problems, st.sampled_from((1, 2, 3, 4, 8)), st.booleans(), st.booleans())
+def test_tiles_whose_tokens_are_the_rows_of_wgmma(problem: dict, split: int, apart: bool, paired: bool) -> None:
+    """56 experts x 64 tokens: 7 blocks of sums. Chosen for nothing but what was measured."""
+    problem = {**problem, "k": 6144, "terms": 3, "weight_is_bf16": False, "presplit": True}
+    tile = {"kernel": "tile", "rows": 56, "tokens": 64, "presplit": True, "paired": paired}
+    c = _C.make_config(**{**problem, **tile}, split=split, sums_apart=apart and split > 1)
+    pair = 2 if paired else 1
+    assert c.ctas == _ceil(problem["m"], 64 * pair) * pair * _ceil(problem["n"], 56) * split
+    sums = split * _ceil(7, split) * 64 * 8 * 4 if c.sums_apart else 0
+    assert c.smem_bytes >= c.stages * 64 * 2 * (3 * 56 + 64) + sums
+    assert _C.choose_config(**{**problem, "n": problem["n"] + 1000}).rows != 56
 
 
 def test_measured_rows_of_three_terms() -> None:

@@ -289,6 +289,20 @@ def test_update_is_in_place_and_reaches_everything_derived(device: str) -> None:
     assert w.presplit().shape == (2, 10, 64)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("k", [8, 64, 128, 200])
+def test_three_terms_lie_in_chunks_of_k(k: int, device: str) -> None:
+    _, weight = made(1, 10, k, device)
+    _, new = made(1, 10, k, device, seed=9)
+    w = RouterWeight(weight, terms=3)
+    for now in (weight, new):
+        chunks = w.update_(now).presplit()
+        assert chunks.shape == (-(-k // 64), 3, 10, 64) and chunks.is_contiguous()
+        rows = chunks.permute(1, 2, 0, 3).reshape(3, 10, -1)
+        assert all(same_bits(a, b) for a, b in zip(rows[:, :, :k], split_terms(now, 3), strict=True))
+        assert not rows[:, :, k:].any()
+
+
 def test_updated_is_set_by_an_update_and_cleared_by_the_next_call() -> None:
     x, weight = made(2, 6, 16)
     w = RouterWeight(weight)

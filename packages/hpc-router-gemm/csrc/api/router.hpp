@@ -12,7 +12,7 @@ namespace hpc::router {
 // A call's tensors. Addresses as integers, row strides in elements.
 struct GemmCall {
   uint64_t x = 0, weight = 0, y = 0;
-  uint64_t terms = 0;  // the weight's terms, bf16 [terms, n, k] contiguous; 0 where there are none
+  uint64_t terms = 0;  // the weight's terms, bf16, as RouterWeight.split has them; 0 where there are none
   int64_t m = 0, n = 0, k = 0;
   int64_t x_stride = 0, weight_stride = 0, y_stride = 0;
   Weight weight_type = Weight::kFloat2;

@@ -74,6 +74,8 @@ struct WgmmaTile {
   int least_terms = 1;
   constexpr bool takes(int count) const { return count >= least_terms && count <= terms; }
   constexpr int token_groups() const { return tile_token_groups(rows, k_groups, tokens); }
+  // Experts are the N of wgmma then, and tokens its M: kernels/router_tile_tokens.cuh.
+  constexpr bool tokens_first() const { return rows % 64 != 0; }
   // With one warpgroup two CTAs fit on an SM.
   constexpr bool light() const { return rows == 64 && k_groups == 1 && token_groups() == 1; }
 };
@@ -83,9 +85,10 @@ constexpr WgmmaTile kWgmmaTiles[] = {{64, 1, 32},  {64, 1, 48, 3, 3}, {64, 1, 64
                                      {64, 1, 128}, {64, 1, 208},      {64, 2, 32},     {64, 2, 48},   {64, 2, 64},
                                      {64, 2, 104}, {64, 2, 128},      {64, 2, 192, 2}, {128, 1, 128}, {128, 1, 192}};
 // Those that read the terms.
-constexpr WgmmaTile kTermTiles[] = {{64, 1, 64}, {64, 1, 104}, {64, 1, 128}, {64, 1, 176}, {64, 1, 192}, {64, 1, 208}};
+constexpr WgmmaTile kTermTiles[] = {{64, 1, 64},  {64, 1, 104}, {64, 1, 128},     {64, 1, 176},
+                                    {64, 1, 192}, {64, 1, 208}, {56, 1, 64, 3, 3}};
 // Those that copy them in pairs.
-constexpr WgmmaTile kPairedTiles[] = {{64, 1, 64}, {64, 1, 104}, {64, 1, 128}};
+constexpr WgmmaTile kPairedTiles[] = {{64, 1, 64}, {64, 1, 104}, {64, 1, 128}, {56, 1, 64, 3, 3}};
 // Those whose pairs are of expert tiles.
 constexpr WgmmaTile kPairedExpertTiles[] = {{64, 1, 104, 2, 2}};
 
@@ -189,9 +192,9 @@ inline double estimate(const Problem& p, const Config& c) {
     const double tensor = terms * (c.tokens >= 64 ? c.tokens / 2.0 : 16 + c.tokens / 4.0);
     const int readers = WgmmaTile{c.rows, c.k_groups, c.tokens}.token_groups();  // of a weight
     const double smem =
-        (64 * 16 * weight_row * (1 + readers) + c.tokens * 32.0 / (c.rows / 64)) / 128 + terms * c.tokens / 4.0;
-    math = ctas * part_k / 16 * (c.rows / 64) * (c.presplit ? tensor * kPresplitLoop : std::max(tensor, smem) * kLoop) /
-           kClock;
+        (64 * 16 * weight_row * (1 + readers) + c.tokens * 32.0 / (c.rows / 64.0)) / 128 + terms * c.tokens / 4.0;
+    math = ctas * part_k / 16 * (c.rows / 64.0) *
+           (c.presplit ? tensor * kPresplitLoop : std::max(tensor, smem) * kLoop) / kClock;
   }
   const double memory =
       (static_cast<double>(p.n) * p.k * weight_row + static_cast<double>(p.m) * (p.k * 2.0 + p.n * 4.0)) / kMemoryRate;
@@ -265,6 +268,7 @@ inline Config choose(const Problem& p) {
     }
     if (!p.presplit) continue;
     for (const WgmmaTile& t : kTermTiles) {
+      if (t.tokens_first()) continue;  // for sizes that were measured
       consider({.kernel = Kernel::kTile,
                 .rows = t.rows,
                 .tokens = t.tokens,

@@ -22,6 +22,11 @@ constexpr int weight_terms(Weight weight) {
   if (weight_is_split(weight)) return weight == Weight::kTerms3 || weight == Weight::kPairedTerms3 ? 3 : 2;
   return weight == Weight::kBf16 ? 1 : static_cast<int>(weight);
 }
+// Whether the terms lie in memory as [ceil(k / 64), terms, n, 64], zeros behind k, and not as [terms, n, k]: what a CTA
+// brings at once is then in one piece for each term, which matters where memory decides.
+constexpr bool weight_in_chunks(Weight weight) {
+  return weight_is_split(weight) && weight_terms(weight) == 3;
+}
 // Of an element, all its terms together.
 constexpr int weight_bytes(Weight weight) {
   if (weight_is_split(weight)) return 2 * weight_terms(weight);
@@ -106,7 +111,7 @@ constexpr int tile_token_groups(int rows, int k_groups, int tokens) {
 // Blocks of 64 rows x 8 tokens of a token group's split sum; those that one rank owns at most; bytes of all ranks.
 constexpr int kSumBlockBytes = 64 * 8 * 4;
 constexpr int tile_sum_blocks(int rows, int k_groups, int tokens) {
-  return rows / 64 * (tokens / 8) / tile_token_groups(rows, k_groups, tokens);
+  return rows * tokens / (64 * 8) / tile_token_groups(rows, k_groups, tokens);
 }
 constexpr int tile_sum_part(int rows, int k_groups, int tokens, int split) {
   return static_cast<int>(ceil_div(tile_sum_blocks(rows, k_groups, tokens), split));

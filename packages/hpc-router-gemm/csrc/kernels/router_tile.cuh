@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(TileShape<WM, WK, WN, NT, kWeight>::kThreads,
   // Barriers by one thread of each warp: threads of a warp would take turns. Each producer makes those of the slots
   // that it fills, and requests its first weights before the CTA has met.
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
-  TileProducer<WM, WK, WN, NT, kWeight> fill(p, warp - 4 * Shape::kConsumers, &weight_map, &x_map, memory);
+  TileProducer<Shape> fill(p, warp - 4 * Shape::kConsumers, &weight_map, &x_map, memory);
   if (threadIdx.x % 32 == 0) {
     if (producer) {
       if (fill.warp < kTileFillers) fill.start();

@@ -17,12 +17,15 @@ template <int WM, int WK, int WN, int NT, Weight kWeight>
 struct TileShape {
   static constexpr int kTerms = weight_terms(kWeight);
   static constexpr bool kSplit = weight_is_split(kWeight);
+  static constexpr bool kChunks = weight_in_chunks(kWeight);
   // CTAs, neighbours in the cluster, that take turns to copy a stage's weights, or tokens, to both.
   static constexpr int kPair = weight_is_paired(kWeight) ? 2 : 1;
   static constexpr bool kPairsExperts = weight_pairs_experts(kWeight);
   static constexpr bool kFloat = kWeight != Weight::kBf16 && !kSplit;
   static constexpr int kRows = 64 * WM;
+  static constexpr int kTileTokens = NT;
   static constexpr int kTokens = NT / WN;  // of a consumer
+  static constexpr int kGroups = WK;       // consumers that share each stage's k
   static constexpr int kConsumers = WM * WK * WN;
   // Products in batches, router_tile_batch.cuh: where registers hold the fragments of two; but two k groups fill each
   // other's pauses where there are two terms.
@@ -105,6 +108,22 @@ __device__ __forceinline__ void tma_load_2d_multicast(uint32_t smem, const CUten
       : "memory");
 }
 
+// The same of four dimensions.
+__device__ __forceinline__ void tma_load_4d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
+                                                      int c1, int c2, int c3, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(mask)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap* map, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1),
+               "r"(c2), "r"(c3)
+               : "memory");
+}
+
 // The row, of each 8 of its warp's 16, whose products are with a lane. Weights that consumers read are in an order of
 // their own: with the natural one, rows 0 and 1 of the swizzle would meet in the same banks.
 template <bool kNatural>
@@ -158,9 +177,8 @@ struct TileBlocks {
 // The thread of producer warp `warp`, 0 or 1: fills every second slot of the ring with this CTA's part of k, or, of two
 // rings, that of the weights (0) or of the tokens. (One thread alone takes 0.1 us a stage.) A slot is always filled by
 // the same thread: waiting by parity, it must not miss a phase.
-template <int WM, int WK, int WN, int NT, Weight kWeight>
+template <typename Shape>
 struct TileProducer {
-  using Shape = TileShape<WM, WK, WN, NT, kWeight>;
   using Place = TilePlace<Shape>;
 
   const TileParams& p;
@@ -179,7 +197,7 @@ struct TileProducer {
     total = blocks.count * Shape::kBlockStages;
     k0 = blocks.first * Shape::kBlockK;
     row0 = Place::expert_tile() * Shape::kRows;
-    token0 = Place::token_tile() * NT;
+    token0 = Place::token_tile() * Shape::kTileTokens;
   }
 
   __device__ __forceinline__ void load_weight(int slot, int i) const {
@@ -190,8 +208,14 @@ struct TileProducer {
     // A pair: a box of all terms for both, by one of them. The first are requested before the other's barriers exist.
     if (Shape::kPair == 2 && !Shape::kPairsExperts && i >= Shape::kAtOnce) {
       if (i % 2 != Place::member()) return;
-      tma_load_3d_multicast(target, weight_map, barrier, k, row0, 0, 3 << (blockIdx.x & ~1));
-    } else if constexpr (Shape::kSplit) {  // a box of all terms
+      if constexpr (Shape::kChunks) {
+        tma_load_4d_multicast(target, weight_map, barrier, 0, row0, 0, k / 64, 3 << (blockIdx.x & ~1));
+      } else {
+        tma_load_3d_multicast(target, weight_map, barrier, k, row0, 0, 3 << (blockIdx.x & ~1));
+      }
+    } else if constexpr (Shape::kChunks) {  // a box of all terms
+      tma_load_4d(target, weight_map, barrier, 0, row0, 0, k / 64);
+    } else if constexpr (Shape::kSplit) {
       tma_load_3d(target, weight_map, barrier, k, row0, 0);
     } else if (Shape::kBoxes == 2 && p.weight_columns == 64) {  // the map has chunks of 32 columns, two to a copy
       tma_load_3d(target, weight_map, barrier, 0, row0, k / 32);
@@ -219,7 +243,9 @@ struct TileProducer {
   }
   __device__ __forceinline__ void bring_weight(int i) const {  // to L2
     const int k = k0 + i * Shape::kStageK;
-    if (Shape::kBoxes == 2 && p.weight_columns == 64) {
+    if constexpr (Shape::kChunks) {
+      tma_prefetch_4d(weight_map, 0, row0, 0, k / 64);
+    } else if (Shape::kBoxes == 2 && p.weight_columns == 64) {
       tma_prefetch_3d(weight_map, 0, row0, k / 32);
     } else {
       tma_prefetch_3d(weight_map, k, row0, 0);
@@ -235,7 +261,7 @@ struct TileProducer {
   // tokens would queue behind them; but a call of small parts waits for memory, which has nothing else to do then (not
   // for more than that where two k groups of 104 or 128 tokens have three terms).
   __device__ __forceinline__ int ahead() const {
-    constexpr bool kFew = Shape::kPair == 2 || (WK == 2 && Shape::kTerms == 3 && Shape::kTokens >= 104);
+    constexpr bool kFew = Shape::kPair == 2 || (Shape::kGroups == 2 && Shape::kTerms == 3 && Shape::kTokens >= 104);
     return starts_early() ? kTileMaxStages : p.split >= 8 && !kFew ? 4 : 2;
   }
 

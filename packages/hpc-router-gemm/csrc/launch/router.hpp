@@ -13,7 +13,7 @@ namespace hpc::router {
 // y[m, n] = x[m, k] weight[n, k]^T. Row strides in elements; `config` is of this problem.
 struct Gemm {
   const void* x;       // bf16
-  const void* weight;  // fp32 or bf16, see Weight; terms, [terms, n, k] contiguous
+  const void* weight;  // fp32 or bf16, see Weight; terms as RouterWeight.split has them
   float* y;
   int64_t x_stride, weight_stride, y_stride;
   int64_t m;

@@ -8,14 +8,15 @@
 #include "hpc/launch.hpp"
 #include "hpc/tensor_map.hpp"
 #include "kernels/router_tile.cuh"
+#include "kernels/router_tile_tokens.cuh"
 #include "launch/router.hpp"
 
 namespace hpc::router {
 
-template <Weight kWeight, int WM, int WK, int WN, int NT>
-void launch_wgmma_tile(const TileParams& params, const CUtensorMap& weight_map, const CUtensorMap& x_map,
-                       const Config& config, cudaStream_t stream) {
-  using Shape = TileShape<WM, WK, WN, NT, kWeight>;
+// `kernel` is of `Shape`.
+template <typename Shape, typename Kernel>
+void launch_shape(Kernel* kernel, const TileParams& params, const CUtensorMap& weight_map, const CUtensorMap& x_map,
+                  const Config& config, cudaStream_t stream) {
   constexpr int kPair = Shape::kPair;
   LaunchConfig launch_config;
   if constexpr (Shape::kPairsExperts) {
@@ -25,11 +26,25 @@ void launch_wgmma_tile(const TileParams& params, const CUtensorMap& weight_map, 
     launch_config.grid = dim3(config.split * kPair, static_cast<unsigned>(ceil_div(params.n, config.rows)),
                               static_cast<unsigned>(ceil_div(params.m, config.tokens * kPair)));
   }
-  launch_config.block = dim3(TileShape<WM, WK, WN, NT, kWeight>::kThreads);
+  launch_config.block = dim3(Shape::kThreads);
   launch_config.smem_bytes = config.smem_bytes;
   launch_config.stream = stream;
   launch_config.cluster = config.split * kPair;
-  launch(router_tile_kernel<WM, WK, WN, NT, kWeight>, launch_config, params, weight_map, x_map);
+  launch(kernel, launch_config, params, weight_map, x_map);
+}
+
+template <Weight kWeight, int WM, int WK, int WN, int NT>
+void launch_wgmma_tile(const TileParams& params, const CUtensorMap& weight_map, const CUtensorMap& x_map,
+                       const Config& config, cudaStream_t stream) {
+  launch_shape<TileShape<WM, WK, WN, NT, kWeight>>(router_tile_kernel<WM, WK, WN, NT, kWeight>, params, weight_map,
+                                                   x_map, config, stream);
+}
+
+template <Weight kWeight, int kExperts>
+void launch_token_tile(const TileParams& params, const CUtensorMap& weight_map, const CUtensorMap& x_map,
+                       const Config& config, cudaStream_t stream) {
+  launch_shape<TokenTileShape<kExperts, kWeight>>(router_tile_tokens_kernel<kExperts, kWeight>, params, weight_map,
+                                                  x_map, config, stream);
 }
 
 using TileLauncher = void (*)(const TileParams&, const CUtensorMap&, const CUtensorMap&, const Config&, cudaStream_t);
@@ -53,7 +68,11 @@ TileLauncher tile_launcher(const Config& config) {
     constexpr WgmmaTile kTile = kTiles[kIndex];
     if constexpr (kTile.takes(weight_terms(kWeight))) {
       if (kTile.rows == config.rows && kTile.k_groups == config.k_groups && kTile.tokens == config.tokens) {
-        found = launch_wgmma_tile<kWeight, kTile.rows / 64, kTile.k_groups, kTile.token_groups(), kTile.tokens>;
+        if constexpr (kTile.tokens_first()) {
+          found = launch_token_tile<kWeight, kTile.rows>;
+        } else {
+          found = launch_wgmma_tile<kWeight, kTile.rows / 64, kTile.k_groups, kTile.token_groups(), kTile.tokens>;
+        }
       }
     }
   };
@@ -84,6 +103,12 @@ CUtensorMap weight_tensor_map(const Gemm& gemm, const Config& config, bool paire
   if constexpr (weight_is_split(kWeight)) {
     constexpr auto kTerms = static_cast<uint32_t>(weight_terms(kWeight));
     const auto stage_k = static_cast<uint32_t>(tile_stage_k(config.rows, config.k_groups, config.tokens, kWeight));
+    if constexpr (weight_in_chunks(kWeight)) {
+      const TensorMapSpec<4> chunks = {
+          {64, n, kTerms, (k + 63) / 64}, {128, n * 128, kTerms * n * 128}, {stage_k, rows, kTerms, 1}};
+      return make_tensor_map<4>("weight", gemm.weight, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, chunks,
+                                CU_TENSOR_MAP_SWIZZLE_128B, l2_promotion<kWeight>(config));
+    }
     spec = {{k, n, kTerms}, {k * 2, n * k * 2}, {stage_k, rows, kTerms}};
     return make_tensor_map<3>("weight", gemm.weight, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, spec,
                               stage_k == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,

@@ -21,7 +21,7 @@ def scores(
 ) -> None:
     """x [M, K] bf16 times weight [N, K] (fp32 or bf16) transposed to out [M, N] fp32, M >= 1.
 
-    split: bf16 [terms, N, K], contiguous, the terms of that weight: a kernel may read them rather than the weight.
+    split: RouterWeight.split of that weight and number of terms: a kernel may read it rather than the weight.
     prefetch: the weight is not written by the work just before, so it may be read before that has ended.
     config: replaces the chosen Config, for tuning and tests.
     """

@@ -86,7 +86,8 @@ def _times(m: int, n: int, k: int, count: int, device: torch.device, timer: Call
     case = f"{n}x{k} m={m}"
 
     def ours(config: "_C.Config", terms: int, owned: bool) -> list[Callable[[], None]]:
-        splits = [w.presplit()[:terms] if owned else None for w in weights]
+        # Two terms lie otherwise than the first two of three.
+        splits = [RouterWeight(w.weight, terms).presplit() if owned else None for w in weights]
         return [
             lambda x=x, w=w, split=split: _cuda.scores(x, w.weight, split, terms, False, owned, out, config)
             for (x, w), split in zip(pairs, splits, strict=True)

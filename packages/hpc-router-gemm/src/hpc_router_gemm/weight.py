@@ -6,6 +6,7 @@ from hpc_common.checks import check_dtype, check_same_device, check_shape, check
 from ._checks import check_terms, check_weight
 
 BF16_MAX = torch.finfo(torch.bfloat16).max
+_CHUNK = 64  # of K, of three terms in memory: a stage of the kernels
 
 
 def split_terms(weight: torch.Tensor, terms: int) -> list[torch.Tensor]:
@@ -36,8 +37,9 @@ class RouterWeight:
         weight: contiguous fp32 or bf16 [N, K], a copy of what was given. Its address never changes, so ``update_``
             reaches CUDA graphs captured before it. Write to it through ``update_`` only.
         terms: bf16 terms a score is summed over: 1 to 3 for an fp32 weight, always 1 for a bf16 one.
-        split: bf16 [terms, N, K], the terms for kernels that read them rather than fp32. An fp32 weight on a GPU has it
-            from the start for two or three terms; else None unless ``presplit`` was called. ``update_`` writes it too.
+        split: the terms, bf16, for kernels that read them rather than fp32: of two [2, N, K], of three in chunks of 64
+            of K, [ceil(K / 64), 3, N, 64], zeros behind K. An fp32 weight on a GPU has it from the start for two or
+            three terms; else None unless ``presplit`` was called. ``update_`` writes it too.
         updated: host flag, set by construction and ``update_``, cleared by the next call that uses the weight. A
             kernel launched with PDL may load weights before it waits for its predecessor, except where that
             predecessor may be the update: the call that finds the flag set waits first.
@@ -92,13 +94,24 @@ class RouterWeight:
         """``split``, made now where there was none."""
         if self.split is None:
             with torch.inference_mode(False), torch.no_grad():
-                self.split = self.weight.new_empty((self.terms, *self.weight.shape), dtype=torch.bfloat16)
+                n, k = self.weight.shape
+                shape = (-(-k // _CHUNK), 3, n, _CHUNK) if self.terms == 3 else (self.terms, n, k)
+                self.split = self.weight.new_zeros(shape, dtype=torch.bfloat16)
                 self._fill_split(self.split)
         return self.split
 
     def _fill_split(self, target: torch.Tensor) -> None:
-        for destination, term in zip(target, split_terms(self.weight, self.terms), strict=True):
-            destination.copy_(term)
+        terms = split_terms(self.weight, self.terms)
+        if self.terms != 3:
+            for destination, term in zip(target, terms, strict=True):
+                destination.copy_(term)
+            return
+        whole, rest = divmod(self.weight.shape[1], _CHUNK)
+        for destination, term in zip(target.unbind(1), terms, strict=True):
+            if whole:
+                destination[:whole].copy_(term[:, : whole * _CHUNK].unflatten(1, (whole, _CHUNK)).transpose(0, 1))
+            if rest:
+                destination[whole, :, :rest].copy_(term[:, whole * _CHUNK :])
 
     def take_updated(self) -> bool:
         """Return ``updated`` and clear it. Called by the operators, once a call."""
