@@ -52,7 +52,7 @@ def cases(core: ModuleType) -> Iterator[Case]:
             yield from (replace(one, lengths=(length,), large=length != 1000) for length in (4096, 1000, 0))
             heads = replace(kind, num_q_heads=64, num_kv_heads=8, max_seq_len=2048, sinks=sinks)  # clusters of 8
             yield replace(heads, lengths=(2000,))
-        yield replace(kind, lengths=tuple(64 + 3 * i for i in range(200)), num_kv_heads=1)  # a warp's pieces
+        yield replace(kind, lengths=tuple(64 + 3 * i for i in range(200)), num_kv_heads=1)  # a warp's pieces; weighed
         yield replace(kind, lengths=tuple(300 + i for i in range(24)), num_q_heads=16, num_kv_heads=1)  # teams
         yield replace(kind, lengths=(20_000, 64, 5), num_kv_heads=1)
         yield replace(kind, lengths=(2000, 1500, 100), num_q_heads=64, num_kv_heads=8, page_size=256)  # heads abreast
