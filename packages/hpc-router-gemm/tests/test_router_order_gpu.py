@@ -20,11 +20,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 # The second call's kernel: stream, then tile with one and with two k groups, with and without a split of k.
 @pytest.mark.parametrize(
-    ("m", "experts", "k"),
-    [(m, 192, 512) for m in (1, 16, 64, 208, 512, 1024, 2048)] + [(128, 384, 3072)],  # the last has two rings
+    ("m", "experts", "k", "terms"),
+    [(m, 192, 512, 2) for m in (1, 16, 64, 208, 512, 1024, 2048)]
+    + [(128, 384, 3072, 2), (128, 768, 6144, 3)],  # two rings; tokens are wgmma's rows
 )
 @pytest.mark.parametrize("captured", [False, True])
-def test_x_comes_from_a_call_that_still_runs(m: int, experts: int, k: int, captured: bool) -> None:
+def test_x_comes_from_a_call_that_still_runs(m: int, experts: int, k: int, terms: int, captured: bool) -> None:
     """Each call lets the next one start while it runs itself; the next one's x is this one's scores.
 
     One-hot tokens pick columns of a bf16 weight, so the fp32 scores are bf16 values: their bits are a bf16 x of every
@@ -32,7 +33,7 @@ def test_x_comes_from_a_call_that_still_runs(m: int, experts: int, k: int, captu
     """
     n, hidden = k // 2, 16384
     picked = torch.randn((n, hidden), device="cuda").to(torch.bfloat16).float()
-    first, second = RouterWeight(picked), RouterWeight(torch.randn((experts, k), device="cuda"))
+    first, second = RouterWeight(picked), RouterWeight(torch.randn((experts, k), device="cuda"), terms)
     x = torch.zeros((m, hidden), device="cuda", dtype=torch.bfloat16)
     scores = torch.empty((m, n), device="cuda")
     out = torch.empty((m, experts), device="cuda")
@@ -56,6 +57,30 @@ def test_x_comes_from_a_call_that_still_runs(m: int, experts: int, k: int, captu
         torch.cuda.synchronize()
         assert torch.equal(scores, picked[:, hot].T)
         assert same_bits(out, router_gemm(scores.view(torch.bfloat16).clone(), second))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_chain_of_three_terms(captured: bool) -> None:
+    """Calls whose clusters find room beside their predecessor: it lets them start before it has ended."""
+    for m, n, k in ((128, 768, 6144), (256, 384, 3072)):
+        problems = [made(m, n, k, seed=seed) for seed in range(6)]
+        weights = [RouterWeight(weight, terms=3) for _, weight in problems]
+        want = [router_gemm(x, w) for (x, _), w in zip(problems, weights, strict=True)]
+        out = [torch.empty_like(y) for y in want]
+
+        def chain(problems=problems, weights=weights, out=out) -> None:
+            for (x, _), w, y in zip(problems, weights, out, strict=True):
+                router_gemm(x, w, out=y)
+
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph):
+                chain()
+        for _ in range(20):
+            for y in out:
+                y.zero_()
+            graph.replay() if captured else chain()
+            assert all(same_bits(a, b) for a, b in zip(out, want, strict=True))
 
 
 @pytest.mark.parametrize("m", [1, 16, 64, 512])

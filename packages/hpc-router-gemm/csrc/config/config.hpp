@@ -2,8 +2,8 @@
 //
 // Two kernels. `stream` (kernels/router_stream.cuh) for few tokens: mma.sync, tiles of 16, 32 or 48 experts, k split
 // over the 8 warps of a CTA and over a cluster. `tile` (kernels/router_tile.cuh) for many: wgmma, 64 or 128 experts x
-// 32 to 208 tokens. choose() takes what measured.hpp has for a size, else the candidate that a small model says is
-// fastest.
+// 32 to 208 tokens, or 56 x 64 (kernels/router_tile_tokens.cuh). choose() takes what measured.hpp has for a size, else
+// the candidate that a small model says is fastest.
 #pragma once
 
 #include <algorithm>

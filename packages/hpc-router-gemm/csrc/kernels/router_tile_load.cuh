@@ -65,6 +65,8 @@ struct TileShape {
   // A CTA that has its SM for itself requests kAtOnce stages at once and the others of its ring kPace cycles apart:
   // such CTAs start at one time, and if each asked for all that it can hold, the last would wait for everybody's.
   static constexpr int kAtOnce = 2;
+  // The successor may start when so many stages are left to request; 0: at once. See bring_others().
+  static constexpr int kLeft = 0;
   static constexpr uint32_t kPace = kCopyBytes / 160;
 };
 
@@ -147,6 +149,8 @@ struct Ring {
 // Addresses in shared memory.
 struct TileMemory {
   uint32_t stages, full, empty, sums_barrier;
+  // Of one token group, where it is wanted: says that the predecessor has ended.
+  __device__ __forceinline__ uint32_t released() const { return sums_barrier + 16; }
 };
 
 // Where a CTA is: of each tile the `split` ranks are a cluster, or of two token or expert tiles' ranks in turn. Tiles
@@ -253,6 +257,21 @@ struct TileProducer {
     }
   }
 
+  // Where this call leaves room for a cluster of the next one: that is there as soon as it may be, and until the
+  // predecessor has ended brings the first `count` stages of the other expert tiles to L2. Let start at once, it would
+  // take the memory's time from a call that still reads its own.
+  __device__ __forceinline__ void bring_others(int count) const {
+    if (blockIdx.y > 0 || blockIdx.z > 0) return;
+#pragma unroll 1
+    for (int i = Place::member(); i < min(count, total); i += Shape::kPair) {
+#pragma unroll 1
+      for (int tile = 1; tile < gridDim.y; ++tile) {
+        if (mbarrier_test(memory.released(), 0)) return;
+        tma_prefetch_4d(weight_map, 0, tile * Shape::kRows, 0, (k0 + i * Shape::kStageK) / 64);
+      }
+    }
+  }
+
   // Whether two CTAs share an SM: then this one is there before its predecessor's end. It fills its ring then, after
   // the CTA's barrier, as waiting in start() would hold up the consumers instead.
   __device__ __forceinline__ bool starts_early() const { return Shape::kConsumers == 1 && p.l2_prefetch; }
@@ -300,7 +319,11 @@ struct TileProducer {
       }
     }
     if (p.prefetch) pdl_wait();
-    pdl_trigger();
+    if constexpr (Shape::kLeft > 0) {
+      if (warp == 0) mbarrier_arrive(memory.released());
+    } else {
+      pdl_trigger();
+    }
 #pragma unroll 1
     for (int i = warp; i < at_once; i += kTileFillers) load_x(i, i);
   }
@@ -367,8 +390,10 @@ struct TileProducer {
         mbarrier_wait(memory.empty + slot * 8, phase);
         load_weight(slot, first + slot);
         load_x(slot, first + slot);
+        if (Shape::kLeft > 0 && first + slot >= total - Shape::kLeft) pdl_trigger();
       }
     }
+    if constexpr (Shape::kLeft > 0) pdl_trigger();
   }
 };
 

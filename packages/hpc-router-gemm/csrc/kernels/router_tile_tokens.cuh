@@ -8,6 +8,8 @@
 // Stages  k = 64: a box of all terms and one of tokens, rows of 128 bytes in their swizzle.
 // Math    a stage's 12 products on an accumulator of its own, the smaller terms first and the largest last; two
 //         accumulators take turns, and one is added to the fp32 sum while the other's products run.
+// PDL     the successor is let go when all but a few stages are requested. Its clusters that find room bring the first
+//         weights of its other tiles to L2 while this call works off its ring: TileProducer::bring_others().
 // Sum     blocks of 64 tokens x 8 experts, a quad a thread: {token, expert}, {token, expert + 1}, {token + 8, expert},
 //         {token + 8, expert + 1}. Block b is rank b % split's; the thread that has a quad's place adds all ranks' in
 //         their order, and four threads store 32 bytes of a token's scores.
@@ -58,6 +60,8 @@ struct TokenTileShape {
   static constexpr int kCopyBytes = kWeightBytes + kTokenBytes;
   static_assert(kStageBytes == kCopyBytes && kTermBytes % 1024 == 0, "swizzled rows are aligned");
   static constexpr int kAtOnce = 2;
+  static constexpr int kLeft = 5;
+  static constexpr int kBring = 3;  // stages: bring_others()
   static constexpr uint32_t kPace = kCopyBytes / 160;
   static constexpr int kBlocks = kRows / 8;  // of the sums
   static constexpr int kSums = 4 * kBlocks;
@@ -248,9 +252,13 @@ __global__ void __launch_bounds__(TokenTileShape<kExperts, kWeight>::kThreads, 1
   const bool producer = warp >= 4 * Shape::kConsumers;
 
   TileProducer<Shape> fill(p, warp - 4 * Shape::kConsumers, &weight_map, &x_map, memory);
+  if (threadIdx.x == 32) mbarrier_init(memory.released(), 1);
+  if (warp == 1 || warp == 4 * Shape::kConsumers) named_barrier_sync(1, 64);
   if (threadIdx.x % 32 == 0) {
     if (producer) {
       fill.start();
+    } else if (warp == 1) {
+      fill.bring_others(Shape::kBring);
     } else if (warp == 0 && p.split > 1) {
       const int owned = p.sum_blocks + (rank < p.sum_extra), half = p.sum_part / 2;
       mbarrier_init(memory.sums_barrier, 1);
@@ -270,7 +278,6 @@ __global__ void __launch_bounds__(TokenTileShape<kExperts, kWeight>::kThreads, 1
       fill.run();
     } else {
       pdl_wait();
-      pdl_trigger();
     }
     __syncwarp();
     if (!sums_apart && p.split > 1) {
@@ -281,7 +288,6 @@ __global__ void __launch_bounds__(TokenTileShape<kExperts, kWeight>::kThreads, 1
   }
   if (meets) cluster_wait();
   pdl_wait();
-  pdl_trigger();
   // What the end needs comes to the constant cache meanwhile.
   asm volatile("" ::"l"(p.y), "l"(p.y_stride), "l"(p.m), "r"(p.n), "r"(p.sum_part), "r"(p.sums_offset));
   float sum[Shape::kSums];
