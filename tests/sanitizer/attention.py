@@ -58,6 +58,10 @@ def cases(core: ModuleType) -> Iterator[Case]:
         yield replace(kind, lengths=(2000, 1500, 100), num_q_heads=64, num_kv_heads=8, page_size=256)  # heads abreast
         yield replace(kind, lengths=(256,) * 150, num_q_heads=16, page_size=128)
         yield replace(kind, lengths=(3000, 1100), num_kv_heads=1, num_ctas=3)  # many tiles a CTA, asked for by turns
+        # Clusters of two: pairs cut in two, beside others; of heads.
+        yield replace(kind, lengths=tuple(1000 + 3 * i for i in range(64)), num_kv_heads=1)
+        yield replace(kind, lengths=((1020,) * 7 + (300, 1024, 0, 1500, 1000)) * 5, num_kv_heads=1, lse=True)
+        yield replace(kind, lengths=(1100,) * 8, num_q_heads=64, num_kv_heads=8)
 
 
 def run(core: ModuleType, gpu: Gpu, case: Case) -> np.ndarray:

@@ -16,7 +16,8 @@
 //
 // Dealt plans: where the pairs are no more than the CTAs, and a little more than the even share lets every pair have
 // CTAs of its own, it gets ceil(its tiles / budget) of them, which share its tiles evenly: no run goes from one pair
-// into the next. Short pairs stay whole, one a CTA, where that costs less than adding pieces. See dealt_budget().
+// into the next. Short pairs stay whole, one a CTA, where that costs less than adding pieces. See dealt_budget(). Or
+// each has two, see dealt_in_couples().
 //
 // Batch-invariant plans: a (request, head) is cut into pieces of piece_tiles(its own tiles), and CTA c runs the pieces
 // that start in [c * budget, (c + 1) * budget). Slot: Hkv * piece_begin[r] + h * num_pieces[r] + piece.
@@ -151,6 +152,19 @@ HPC_HD int32_t dealt_parts(int32_t num_tiles, int32_t budget) {
 // has more takes no longer than adding so many pieces would.
 HPC_HD bool dealt_whole(int32_t longest, int32_t budget, int32_t parts, int32_t min_tiles) {
   return 36 * (longest - budget) <= parts * min_tiles;
+}
+
+// Couples: of a few pairs less than half of the CTAs each can have two of its own, pair i the CTAs 2i and 2i + 1. A
+// kernel whose CTAs go in clusters of two then adds all pieces itself. So it is where that makes no CTA's work more
+// than min_tiles more than in the plan that there would be otherwise, if that one cuts a pair at all.
+constexpr int kLeastCouples = 57;
+HPC_HD bool may_couple(const DecodeShape& shape) {
+  return !shape.batch_invariant && shape.num_ctas == 2 * kHalf && shape.num_kv_heads == 1 &&
+         shape.batch >= kLeastCouples && shape.batch <= kHalf;
+}
+// budget: of the other plan.
+HPC_HD bool dealt_in_couples(int32_t longest, int32_t budget, int32_t min_tiles) {
+  return longest > budget && ceil_div(longest, 2) <= budget + min_tiles;
 }
 
 // Tiles of a piece in a batch-invariant plan, from the request's own tiles: 512 tokens, doubled until at most 256
@@ -291,6 +305,7 @@ HPC_HD DecodeAssignment decode_assignment(int32_t cta, int32_t budget, int64_t t
       const int32_t each = divide(tiles, parts), more = tiles - each * parts;
       place.tile = number * each + (number < more ? number : more);
       result.run.count = each + (number < more);
+      if (result.run.count == 0) return result;
       if (number == 1) result.split = {place.request, place.kv_head, cta - 1, parts};
     } else {
       const int64_t left = total_tiles - begin;

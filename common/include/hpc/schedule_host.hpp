@@ -41,12 +41,17 @@ inline void check_seq_lens(const char* where, const int32_t* seq_lens, const Dec
   }
 }
 
+inline int32_t longest_of(const DecodeRequest* rows, const DecodeShape& shape) {
+  int32_t longest = 0;
+  for (int32_t r = 0; r < shape.batch; ++r) longest = std::max(longest, rows[r].num_tiles);
+  return longest;
+}
+
 // The budget of this step's dealt plan; 0: it has none.
 inline int32_t find_deal(const DecodeRequest* rows, int64_t total_tiles, int32_t share, const DecodeShape& shape) {
   if (total_tiles == 0 || !may_deal(shape)) return 0;
   const int32_t least = dealt_least(total_tiles, shape.min_tiles);
-  int32_t longest = 0;
-  for (int32_t r = 0; r < shape.batch; ++r) longest = std::max(longest, rows[r].num_tiles);
+  const int32_t longest = longest_of(rows, shape);
   for (int32_t number = 0; number < kFits; ++number) {
     const int32_t budget = dealt_budget(number, share, least, shape.min_tiles);
     int32_t parts = 0;
@@ -94,10 +99,16 @@ inline void plan_decode(const int32_t* seq_lens, const DecodeShape& shape, void*
   std::vector<DecodeCta> ctas(shape.num_ctas);
   std::vector<DecodeSplit> splits;
   std::vector<int32_t> line_begin(shape.batch + 1);
-  const int32_t dealt = find_deal(rows.data(), header.total_tiles, share, shape);
+  int32_t dealt = find_deal(rows.data(), header.total_tiles, share, shape);
+  const int32_t longest = longest_of(rows.data(), shape);
+  const bool couples =
+      may_couple(shape) && dealt_in_couples(longest, dealt > 0 ? dealt : header.budget, shape.min_tiles);
+  if (couples) dealt = ceil_div(longest, 2);
   if (dealt > 0) {
     header.floor = header.budget = dealt;
-    for (int32_t r = 0; r < shape.batch; ++r) line_begin[r + 1] = line_begin[r] + dealt_parts(rows[r].num_tiles, dealt);
+    for (int32_t r = 0; r < shape.batch; ++r) {
+      line_begin[r + 1] = line_begin[r] + (couples ? 2 : dealt_parts(rows[r].num_tiles, dealt));
+    }
   }
   bool weighed = false;
   if (may_weigh(share, shape)) {

@@ -1,9 +1,9 @@
-"""Decode problems of plans for one request, whose KV heads have a cluster of CTAs each, for both kernels of them."""
+"""Decode problems of CTAs in clusters: of plans for one request, whose KV heads have a cluster each, and of two."""
 
 from dataclasses import replace
 
 import torch
-from attention_kernel_faults import ALONE, ALONE_HEADS, CLUSTER, HEADS
+from attention_kernel_faults import ALONE, ALONE_HEADS, CLUSTER, COUPLES, COUPLES_MIXED, HEADS
 from hpc_attention.support import FP8
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -44,4 +44,11 @@ CLUSTERS = {
     "a cluster a head, two pieces, scales": replace(HEADS, lengths=(150,), v_scale="head", k_scale="token"),
     "a cluster a head, a token": replace(HEADS, lengths=(1,), v_scale="float"),
     "a cluster a head, no tokens": replace(HEADS, lengths=(0,)),
+}
+
+CLUSTERS |= {
+    "couples": COUPLES,
+    "couples among others": COUPLES_MIXED,
+    "couples, e4m3": replace(COUPLES, lengths=(1020,) * 60, kv_dtype=FP8),
+    "couples of heads": replace(COUPLES, lengths=(500,) * 8, num_kv_heads=8),
 }

@@ -45,6 +45,12 @@ HEADS = replace(CLUSTER, lengths=(700,), num_kv_heads=8, num_q_heads=16, num_cta
 # The same in the other kernel.
 ALONE_HEADS = replace(HEADS, lengths=(1503,), num_q_heads=32, q_len=2, page_size=32, sinks=False)
 
+# Pairs in two pieces, each a cluster's; some beside others in one piece, in three and in none.
+COUPLES = replace(ALONE, lengths=(512,) * 60, kv_dtype=BF16, num_q_heads=8, num_ctas=132)
+COUPLES_MIXED = replace(
+    COUPLES, lengths=(*(512,) * 7, 200, *(512,) * 18, 700, 0, *(512,) * 25, 690, 0, 704, 70), num_q_heads=2, q_len=3
+)
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -180,7 +186,7 @@ FAULTS = {
     "a query's second elements are scaled by nothing": Fault(
         "decode_query.cuh", "0x00800080u", "0x00000080u", replace(SMALL, kv_dtype=FP8)),
     "pieces of a cluster are read before they are there": Fault(
-        "decode_cluster.cuh", "mbarrier_wait(barrier_, 0)", None, CLUSTER),
+        "decode_cluster.cuh", "if (pieces_ > 0) mbarrier_wait(barrier_, 0)", None, CLUSTER),
     "a cluster does not wait for all of its bytes": Fault(
         "decode_cluster.cuh", "pieces_ * (kVectors + 4) * 16", "(pieces_ - 1) * (kVectors + 4) * 16", CLUSTER),
     "a piece is pushed to a CTA that may not have begun": Fault(
@@ -199,6 +205,17 @@ FAULTS = {
         "decode_cluster.cuh", "kOne ? block : pair", "kOne ? block : 0", replace(HEADS, lengths=(100,))),
     "CTAs of a cluster beyond its pieces have some": Fault(
         "decode_cluster.cuh", "rank >= own.pieces", "false", replace(HEADS, lengths=(300,))),
+    "a couple's second piece is added before it is there": Fault(
+        "decode_cluster.cuh", "mbarrier_wait(barrier_, 0);\n    add_result", None, COUPLES),
+    "a couple's second piece is left out": Fault("decode_cluster.cuh", "add_result(o, ml, lds", None, COUPLES),
+    "couples are added once more": Fault(
+        "combine.cuh", "is_couple(ctas[0], false, ctas[1].count, p.requests[split.request].num_tiles)", "false",
+        COUPLES,
+    ),
+    "two CTAs of three are a couple": Fault(
+        "decode_params.cuh", "run.count + other_count == num_tiles", "true", COUPLES_MIXED),
+    "a couple is any two CTAs'": Fault(
+        "combine.cuh", "split.first_cta % 2 == 0", "true", COUPLES_MIXED),
     "alone: this step's tokens are read before pdl_wait": Fault(
         "decode_alone.cuh", "min(end_, length_ - p_.q_len)", "end_", ALONE),
     "alone: this step's values are left out": Fault(

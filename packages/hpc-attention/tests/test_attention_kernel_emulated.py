@@ -371,15 +371,18 @@ def test_batch_invariant_rows_in_any_company(emulated: Emulated) -> None:
         (0, *(256, 448) * 20, 0),
         tuple(range(0, 3000, 17)),
         (700,) * 1100,
+        (1024,) * 61,
+        (0, *range(1000, 1600, 10), 64, 1),
     ],
     ids=lambda lengths: len(lengths),
 )
 def test_plan_kernel_writes_the_hosts_map(
     emulated: Emulated, lengths: tuple[int, ...], window: int | None, batch_invariant: bool
 ) -> None:
+    heads = 1 if 57 <= len(lengths) <= 66 else 2  # of one head and 132 CTAs: couples
     plan = DecodePlan(
-        1200, 8, 2, 128, 64, q_len=2, window=window, batch_invariant=batch_invariant, max_seq_len=4500, num_ctas=132,
-        device="cpu",
+        1200, 8, heads, 128, 64, q_len=2, window=window, batch_invariant=batch_invariant, max_seq_len=4500,
+        num_ctas=132, device="cpu",
     )  # fmt: skip
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     plan.update(seq_lens.clamp(max=4500))

@@ -170,9 +170,18 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
     problem.cluster = cluster;
     problem.longest = std::min(max_seq_len, p.capacity);
   }
+  // Whether no step has tiles for more than half of the SMs.
+  const int32_t least = hpc::attention::min_tiles(head_dim, hpc::attention::kv_bytes(problem.kv));
+  const bool few = rows <= hpc::attention::kRowTile && head_dim <= 128 && !batch_invariant &&
+                   hpc::attention::plan_leaves_half(max_batch, num_kv_heads, std::min(max_seq_len, p.capacity), least);
+  if (stages == 0 && !few && hpc::attention::decode_couples(problem, int64_t{batch} * num_kv_heads, num_ctas) &&
+      hpc::attention::decode_cluster_fits(device, hpc::attention::kDecodeCouple)) {
+    problem.cluster = hpc::attention::kDecodeCouple;
+  }
   const int32_t ring = hpc::attention::decode_config(problem).stages;
   // Behind a cluster nothing else waits for its loads.
-  if (early_slices < 0) early_slices = problem.cluster > 1 ? ring : hpc::attention::decode_early_slices(ring);
+  if (early_slices < 0)
+    early_slices = problem.cluster > hpc::attention::kDecodeCouple ? ring : hpc::attention::decode_early_slices(ring);
   p.early_slices = early && hpc::pdl_enabled() ? std::min(early_slices, ring) : 0;
   hpc::check_aligned16(kWhere, "q", p.q);
   hpc::check_aligned16(kWhere, "out", p.out);
@@ -181,14 +190,11 @@ void decode(int device, uint64_t stream, int kv, int query, int32_t batch, int32
 
   if (combine_ctas == 0) {
     // CTAs without work cost time, too: where it is known that there are few units, there are as few CTAs.
-    const int32_t least = hpc::attention::min_tiles(head_dim, hpc::attention::kv_bytes(problem.kv));
-    const bool few =
-        rows <= hpc::attention::kRowTile && head_dim <= 128 && !batch_invariant &&
-        hpc::attention::plan_leaves_half(max_batch, num_kv_heads, std::min(max_seq_len, p.capacity), least);
     const int32_t row_tiles = hpc::attention::decode_config(problem).row_tiles;
-    combine_ctas = few ? hpc::kHalf
-                       : hpc::attention::decode_combine_ctas_per_sm(problem.kv, problem.head_dim, row_tiles) *
-                             hpc::device_properties(device).num_sms;
+    const int32_t per_sm = problem.cluster == hpc::attention::kDecodeCouple
+                               ? 1
+                               : hpc::attention::decode_combine_ctas_per_sm(problem.kv, problem.head_dim, row_tiles);
+    combine_ctas = few ? hpc::kHalf : per_sm * hpc::device_properties(device).num_sms;
   }
   hpc::attention::launch_decode(problem, p, num_ctas, combine_ctas, hpc::pointer<CUstream_st>(stream));
 }

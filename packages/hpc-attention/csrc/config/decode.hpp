@@ -177,6 +177,15 @@ constexpr int decode_cluster(int head_dim, int rows, int max_batch, int num_kv_h
   if (!decode_has_clusters(head_dim, decode_row_tiles(head_dim, rows)) || max_batch != 1 || batch_invariant) return 1;
   return num_kv_heads == 1 ? kDecodeCluster : (num_kv_heads >= 8 && num_kv_heads <= 15 ? kDecodeHeadsCluster : 1);
 }
+// CTAs go in clusters of two where most pairs of a batch can have two CTAs of their own, of which an H200 has room for
+// 66 at once: such a pair's pieces are added within its cluster, too, and nothing is left for the combine kernel where
+// all are so. Plain calls have kernels for it. A cluster's launch costs short calls more than that gains.
+constexpr int kDecodeCouple = 2;
+constexpr int kDecodeCouples = 66;
+inline bool decode_couples(const DecodeProblem& problem, int64_t pairs, int num_ctas) {
+  return problem.plain && decode_has_plain(problem.kv, problem.head_dim) && problem.rows <= kRowTile &&
+         pairs >= kLeastCouples && pairs <= kDecodeCouples && num_ctas == 2 * kDecodeCouples;
+}
 // Bytes of a CTA for what the others' results are in its share.
 constexpr int decode_cluster_bytes(int head_dim, int cluster) {
   return (2 * head_dim / cluster + 4) * (cluster + 4) * 16;
@@ -246,7 +255,8 @@ inline DecodeConfig decode_config(const DecodeProblem& problem) {
   config.plain = problem.plain && problem.stages == 0 && decode_has_plain(problem.kv, problem.head_dim);
   config.cluster = problem.cluster;
   config.abreast = config.plain && problem.num_kv_heads > 1 && decode_has_solos(problem.head_dim, config.row_tiles);
-  config.alone = config.plain && config.cluster > 1 && problem.longest <= kDecodeAloneTokens * config.cluster;
+  config.alone =
+      config.plain && config.cluster > kDecodeCouple && problem.longest <= kDecodeAloneTokens * config.cluster;
   const int used =
       decode_smem(problem.kv, problem.head_dim, config.row_tiles, config.stages, problem.per_token_scale).bytes;
   config.smem_bytes = used > kDecodeLeastSmem && !config.alone ? used : kDecodeLeastSmem;

@@ -39,13 +39,23 @@ __device__ __forceinline__ CombineForm form_of_pieces(int32_t pieces, int32_t lo
   return combine_form<kDim>(min(32 - __clz((pieces - 1) >> log_most), 5));
 }
 
+// Pieces of a split pair; 0: the attention kernel has added them.
+template <bool kCouples>
+__device__ __forceinline__ int32_t pieces_to_add(const DecodeParams& p, const DecodeSplit& split) {
+  if (kCouples && split.pieces == 2 && split.first_cta % 2 == 0) {
+    const DecodeCta* ctas = p.ctas + split.first_cta;
+    if (is_couple(ctas[0], false, ctas[1].count, p.requests[split.request].num_tiles)) return 0;
+  }
+  return split.pieces;
+}
+
 // Units of all pairs, and log2 of the pieces that a thread loads at most: four, for as few threads a vector as can be;
 // two where that makes no more of them.
 struct CombineUnits {
   int32_t count;
   int32_t log_most;
 };
-template <int kDim>
+template <int kDim, bool kCouples>
 __device__ __forceinline__ CombineUnits count_units(const DecodeParams& p, const DecodeHeader& header) {
   if (header.batch_invariant) {  // four threads a vector in every pair
     return {header.batch * header.num_kv_heads * (p.row_tiles << combine_form<kDim>(2).log_parts), 0};
@@ -53,7 +63,8 @@ __device__ __forceinline__ CombineUnits count_units(const DecodeParams& p, const
   int32_t units[2] = {};
 #pragma unroll 1
   for (int32_t i = static_cast<int32_t>(threadIdx.x) % 32; i < header.num_splits; i += 32) {
-    const int32_t pieces = p.splits[i].pieces;
+    const int32_t pieces = pieces_to_add<kCouples>(p, p.splits[i]);
+    if (kCouples && pieces == 0) continue;
 #pragma unroll
     for (int j = 0; j < 2; ++j) units[j] += p.row_tiles << form_of_pieces<kDim>(pieces, 1 + j).log_parts;
   }
@@ -73,7 +84,7 @@ __device__ __forceinline__ CombineUnit combine_unit(int32_t index, int32_t insid
 }
 
 // The place of a unit that there is. Every warp looks it up by itself: a scan over the pairs, 32 at once.
-template <int kDim>
+template <int kDim, bool kCouples>
 __device__ __forceinline__ CombineUnit find_unit(const DecodeParams& p, const DecodeHeader& header, int32_t unit,
                                                  int32_t log_most) {
   constexpr unsigned kAllLanes = 0xffffffffu;
@@ -87,8 +98,8 @@ __device__ __forceinline__ CombineUnit find_unit(const DecodeParams& p, const De
   for (int32_t first = 0;; first += 32) {
     int32_t pieces = 1, units = 0;
     if (first + lane < header.num_splits) {
-      pieces = p.splits[first + lane].pieces;
-      units = p.row_tiles << form_of_pieces<kDim>(pieces, log_most).log_parts;
+      pieces = pieces_to_add<kCouples>(p, p.splits[first + lane]);
+      if (!kCouples || pieces > 0) units = p.row_tiles << form_of_pieces<kDim>(pieces, log_most).log_parts;
     }
     int32_t end = units;
 #pragma unroll
@@ -263,17 +274,17 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, const DecodeH
   }
 }
 
-template <int kDim>
+template <int kDim, bool kCouples>
 __device__ __forceinline__ void combine(const DecodeParams& p) {
   __shared__ CombineBuffer buffer;
   pdl_trigger();
   DecodeHeader header = *p.header;
   header.num_kv_heads = p.num_kv_heads, header.batch_invariant = p.batch_invariant;
-  const CombineUnits units = count_units<kDim>(p, header);
+  const CombineUnits units = count_units<kDim, kCouples>(p, header);
   bool waited = false;
 #pragma unroll 1
   for (auto unit = static_cast<int32_t>(blockIdx.x); unit < units.count; unit += static_cast<int32_t>(gridDim.x)) {
-    const CombineUnit place = find_unit<kDim>(p, header, unit, units.log_most);
+    const CombineUnit place = find_unit<kDim, kCouples>(p, header, unit, units.log_most);
     const CombineJob job = combine_job(p, header, place.index);
     if (job.pieces == 0) continue;
     if (units.log_most == 1) {
@@ -287,13 +298,13 @@ __device__ __forceinline__ void combine(const DecodeParams& p) {
   if (header.num_empty > 0) write_empty<kDim>(p, header);
 }
 
-// kPlain: see plain_params().
-template <int kDim, bool kPlain = false>
+// kPlain: see plain_params(). kCouples: the attention kernel's CTAs go in clusters of two.
+template <int kDim, bool kPlain = false, bool kCouples = false>
 __global__ void __launch_bounds__(kCombineThreads, 6) combine_kernel(const __grid_constant__ DecodeParams p) {
   if constexpr (kPlain) {
-    combine<kDim>(plain_params(p, false));
+    combine<kDim, kCouples>(plain_params(p, false));
   } else {
-    combine<kDim>(p);
+    combine<kDim, kCouples>(p);
   }
 }
 

@@ -4,7 +4,8 @@
 // the cache from L2). A CTA attends over its pieces one after the other; its 8 warps share the slices of a piece
 // (decode_attend.cuh), or take short whole pieces (solo pieces) one each, side by side. With many query rows a slice is
 // not one warp's but a team's of four (decode_team.cuh). A worker is what a slice belongs to: a warp or a team.
-// With kCluster > 1 every pair of the plan has a cluster, whose CTAs add its pieces themselves (decode_cluster.cuh).
+// With kCluster > 2 every pair of the plan has a cluster, whose CTAs add its pieces themselves (decode_cluster.cuh); in
+// clusters of two those pairs that are couples.
 //
 // Memory: each worker's own ring in shared memory (decode_feed.cuh), kept full across pieces. No barrier of the CTA
 // inside a piece. At a piece's end the workers' results go through shared memory, are added in the order of their
@@ -57,7 +58,7 @@ class DecodeWorker {
   static constexpr bool kKeysFirst = kTeams && kRowTiles == 4 && kKind == KvKind::kE4m3;
   // Whether a CTA with many tiles asks for more before the wait: see decode_pace().
   static constexpr DecodePace kPace = decode_pace(kKind);
-  static constexpr bool kPaced = kQuickStart && kStages == 2 && kDim == 128 && kCluster == 1;
+  static constexpr bool kPaced = kQuickStart && kStages == 2 && kDim == 128 && kCluster <= kDecodeCouple;
   static constexpr bool kGroups = kRowTiles > 1;  // whether there can be several row groups
   using Ring = typename Feed::Ring;
   __device__ __forceinline__ DecodeWorker(const DecodeParams& p, char* smem, const ClusterRun& own = {})
@@ -76,9 +77,10 @@ class DecodeWorker {
         cluster_(p, base_ + kSmem.cluster, cluster_full(), own) {}
 
   // cta: row of the plan; run: that row, and `after` the next one (but of the `last` its own), and the plan's split
-  // pairs have been asked for before anything else.
+  // pairs have been asked for before anything else. before: the count of the row before,
+  // wanted in clusters of two.
   __device__ __forceinline__ void run(int32_t cta, const DecodeCta& run, const DecodeCta& after, bool last,
-                                      int32_t splits) {
+                                      int32_t splits, int32_t before) {
     // A plan that the kernel just before may have written is not touched before the wait. Otherwise the combine kernel
     // may start when every CTA of this one has: it waits for this kernel's end, and this one for what came before. Its
     // CTAs then find all SMs alike and spread over them, and the next call's CTAs can enter as these leave.
@@ -120,7 +122,10 @@ class DecodeWorker {
     typename Feed::Slice following;
     const bool paced = kPaced && p_.early_slices == 1 && order.first.count >= kPace.least_tiles;
     const int32_t early = p_.early_slices + (paced && warp_ >= kDecodeWarps / 2);
-    const bool pauses = paced && splits > 0;
+    if constexpr (kCluster == kDecodeCouple) {
+      coupled_ = is_couple(run, cta % 2 > 0, cta % 2 > 0 ? before : after.count, lead.request.num_tiles);
+    }
+    const bool pauses = paced && splits > 0 && !coupled_;
     if (kQuickStart && feed.push_first(ring, lead, waited, pauses ? kPace.values : 0)) {
       ring.advance();
       step = 1;
@@ -457,10 +462,13 @@ class DecodeWorker {
           const int32_t row_tile = group_ * kRowTiles + n + buffer;
           float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f), ml = make_float4(kNoMax, 0.0f, kNoMax, 0.0f);
           sum_of_workers<kWorkers>(buffer, position, 0, 0, o, ml);
-          if (piece_.slot < 0) {
+          if constexpr (kCluster == kDecodeCouple) {
+            if (coupled_ && !cluster_.add(position, o, ml)) continue;
+          }
+          if (piece_.slot < 0 || coupled_) {
             store_result(p_, result_place(p_, piece_.request, piece_.kv_head, row_tile, position), piece_.kv_head, o,
                          ml);
-          } else if constexpr (kCluster > 1) {
+          } else if constexpr (kCluster > kDecodeCouple) {
             cluster_.push(position, o, ml);
           } else if (row_tile * kRowTile + 2 * (position & 3) < p_.rows) {
             const int64_t at = static_cast<int64_t>(piece_.slot) * p_.row_tiles + row_tile;
@@ -558,43 +566,10 @@ class DecodeWorker {
   Row piece_;                                        // the current one
   int32_t fetched_ = 0, query_limit_ = kQueryDepth;  // queries of pieces that are, and may be, asked for
   bool loaded_ = false;                              // of teams: the next piece's query lies where the output will
+  bool coupled_ = false;                             // see is_couple()
   int32_t merged_ = 0;                               // row tiles that went through the merge buffer
   Attention own_;                                    // this warp's part
   const ClusterSum<kDim, kCluster> cluster_;
 };
-
-template <KvKind kKind, int kDim, int kRowTiles, int kStages, bool kAbreast, int kCluster>
-__device__ __forceinline__ void run_decode(const DecodeParams& p) {
-  extern __shared__ __align__(128) char smem[];
-  using Worker = DecodeWorker<kKind, kDim, kRowTiles, kStages, kAbreast, kCluster>;
-  // The first load waits for this row; a division is left out where it can be. (`none`: as far as the compiler knows
-  // threads read different rows, so what follows from them stays out of uniform registers, which are slow to reach.)
-  if (p.early_slices == 0) pdl_wait();
-  const auto block = static_cast<int32_t>(blockIdx.x), ctas = static_cast<int32_t>(gridDim.x);
-  const int32_t cta = !Worker::kGroups || p.row_groups == 1 ? block : block / p.row_groups;
-  const int32_t last = (!Worker::kGroups || p.row_groups == 1 ? ctas : ctas / p.row_groups) - 1;
-  const int32_t none = static_cast<int32_t>(threadIdx.x) / kDecodeThreads;
-  if constexpr (kCluster > 1) {
-    const ClusterRun own = cluster_run<kCluster>(p, block, none);
-    Worker(p, smem, own).run(own.cta, own.run, {}, false, 0);
-  } else {
-    const DecodeCta run = load_row(p.ctas[cta + none]), after = load_row(p.ctas[min(cta + 1, last) + none]);
-    const int32_t splits = Worker::kPaced ? ld_global32(&p.header->num_splits) : 0;
-    Worker(p, smem).run(cta, run, after, cta == last, splits);
-  }
-}
-
-// kPlain: see plain_params(). kAbreast: whether whole pairs of several heads of a request, one behind the other in a
-// run, go abreast.
-template <KvKind kKind, int kDim, int kRowTiles, int kStages, bool kPlain = false, bool kAbreast = false,
-          int kCluster = 1>
-__global__ void __maxnreg__(decode_registers(kKind, kDim, kRowTiles))
-    decode_kernel(const __grid_constant__ DecodeParams p) {
-  if constexpr (kPlain) {
-    run_decode<kKind, kDim, kRowTiles, kStages, kAbreast, kCluster>(plain_params(p, kKind == KvKind::kFp16));
-  } else {
-    run_decode<kKind, kDim, kRowTiles, kStages, kAbreast, kCluster>(p);
-  }
-}
 
 }  // namespace hpc::attention

@@ -1,5 +1,6 @@
 // The pieces of a (request, KV head) pair that has a whole cluster, added through distributed shared memory: no partial
-// result in global memory, and no second kernel. Every pair of the plan, heads of one request, has one.
+// result in global memory, and no second kernel. Every pair of the plan, heads of one request, has one. (Clusters of
+// two, of any plan: below.)
 //
 // CTA r of a cluster has piece r. Each adds a share of the vectors (see decode_merge.cuh) of all pieces: every CTA
 // pushes its merged vectors to their owners, whose barrier counts the bytes. An owner leaves when all have come; so
@@ -137,6 +138,41 @@ class ClusterSum {
   const DecodeParams& p_;
   const uint32_t base_, barrier_;
   const int32_t kv_head_, pieces_;
+};
+
+// Clusters of two CTAs of any plan, which add what is_couple() says: the first adds the second's piece to its own.
+template <int kDim>
+class ClusterSum<kDim, kDecodeCouple> {
+ public:
+  static constexpr int kBytes = (2 * kDim + 4) * 16;
+  static_assert(kBytes <= decode_cluster_bytes(kDim, kDecodeHeadsCluster));
+
+  __device__ __forceinline__ ClusterSum(const DecodeParams&, uint32_t base, uint32_t barrier, const ClusterRun&)
+      : base_(base), barrier_(barrier) {}
+  __device__ __forceinline__ void begin() const {
+    __syncwarp();
+    cluster_arrive_relaxed();
+  }
+  __device__ __forceinline__ void wait_for_others() const { cluster_wait(); }
+  __device__ __forceinline__ void finish() const {}
+
+  // Of a couple's piece, each thread once: this CTA's vector. True: now it is the pair's, and is to be written.
+  __device__ __forceinline__ bool add(int32_t position, float4& o, float4& ml) const {
+    const uint32_t at = base_ + position * 16, pairs_at = base_ + (2 * kDim + (position & 3)) * 16;
+    if (cluster_rank() > 0) {
+      const uint32_t barrier = cluster_address(barrier_, 0);
+      store_async_16(cluster_address(at, 0), barrier, o);
+      if (position < 4) store_async_16(cluster_address(pairs_at, 0), barrier, ml);
+      return false;
+    }
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier_, kBytes);
+    mbarrier_wait(barrier_, 0);
+    add_result(o, ml, lds_float4(at), lds_float4(pairs_at));
+    return true;
+  }
+
+ private:
+  const uint32_t base_, barrier_;
 };
 
 // Without clusters.

@@ -118,6 +118,14 @@ __device__ __forceinline__ RunOrder run_order(const DecodeCta& run, const Decode
   return order;
 }
 
+// Whether CTAs 2c and 2c + 1 have one pair of `num_tiles` tiles between them, cut in two, and nothing else. (Not in
+// batch-invariant plans.) Where they are a cluster they add its pieces themselves (ClusterSum), and the combine kernel
+// leaves that pair out. run: the row of one of them, of the second where `second`; other_count: of the other's.
+__device__ __forceinline__ bool is_couple(const DecodeCta& run, bool second, int32_t other_count, int32_t num_tiles) {
+  // What comes before a run that begins inside a pair is that pair's beginning; what comes behind the other, its rest.
+  return other_count > 0 && run.tile == (second ? other_count : 0) && run.count + other_count == num_tiles;
+}
+
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 

@@ -185,12 +185,13 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
       if (field(sums[i / 3].all, i) * shape.num_kv_heads <= shape.num_ctas) number = i;
     }
     dealt = number < kFits && total > 0;
+    int32_t all = 0, before = 0;
     if (dealt) {
       const bool low = number < 3;
-      int32_t all = field(low ? sums[0].all : sums[1].all, number);
-      int32_t before = field((low ? sums[0].before : sums[1].before) +
-                                 static_cast<int32_t>(low ? parts_to_here[0] - parts[0] : parts_to_here[1] - parts[1]),
-                             number);
+      all = field(low ? sums[0].all : sums[1].all, number);
+      before = field((low ? sums[0].before : sums[1].before) +
+                         static_cast<int32_t>(low ? parts_to_here[0] - parts[0] : parts_to_here[1] - parts[1]),
+                     number);
       floor = budget = dealt_budget(number, share, least, shape.min_tiles);
       const unsigned empty_lanes = __ballot_sync(0xffffffffu, own_empty);
       if (dealt_whole(longest, budget, all * shape.num_kv_heads, shape.min_tiles)) {
@@ -198,6 +199,17 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanParams params) {
         all = batch - empties.all;
         before = first - empties.before - __popc(empty_lanes & ((1u << lane) - 1));
       }
+    }
+    if (may_couple(shape)) {
+      if (!dealt) budget = decode_budget(total, share, floor_tiles(total, share, shape.min_tiles));
+      if (dealt_in_couples(longest, budget, shape.min_tiles)) {
+        dealt = true;
+        floor = budget = ceil_div(longest, 2);
+        all = 2 * batch;
+        before = 2 * first;
+      }
+    }
+    if (dealt) {
       if (first < batch) line_begin[first] = before;
       if (thread == 0) line_begin[batch] = all;
       __syncthreads();

@@ -32,16 +32,21 @@ int decode_ctas_per_sm(const DecodeProblem& problem) {
 }
 
 bool decode_cluster_fits(int device, int cluster) {
-  static std::array<std::array<bool, 2>, kMaxDevices> fits;
-  static std::array<std::array<std::once_flag, 2>, kMaxDevices> once;
+  static std::array<std::array<bool, 3>, kMaxDevices> fits;
+  static std::array<std::array<std::once_flag, 3>, kMaxDevices> once;
   device_properties(device);  // checks the index
-  const int which = cluster == kDecodeCluster ? 0 : 1;
-  std::call_once(once[device][which], [device, cluster, which] {
-    const DecodeProblem problem = {
-        .kv = KvKind::kE4m3, .head_dim = 128, .rows = 1, .per_token_scale = true, .cluster = cluster};
+  const bool couple = cluster == kDecodeCouple;
+  const int which = couple ? 2 : (cluster == kDecodeCluster ? 0 : 1);
+  std::call_once(once[device][which], [device, cluster, which, couple] {
+    const DecodeProblem problem = {.kv = KvKind::kE4m3,
+                                   .head_dim = 128,
+                                   .rows = 1,
+                                   .per_token_scale = !couple,
+                                   .plain = couple,
+                                   .cluster = cluster};
     const DecodeConfig config = decode_config(problem);
-    fits[device][which] =
-        resident_clusters(find_kernel(problem, config), kDecodeThreads, config.smem_bytes, cluster) > 0;
+    fits[device][which] = resident_clusters(find_kernel(problem, config), kDecodeThreads, config.smem_bytes, cluster) >=
+                          (couple ? kDecodeCouples : 1);
   });
   return fits[device][which];
 }
@@ -56,13 +61,14 @@ void launch_decode(const DecodeProblem& problem, const DecodeParams& params, int
                       .stream = stream,
                       .cluster = config.cluster},
          params);
-  if (combine_ctas < 0 || config.cluster > 1) return;
+  if (combine_ctas < 0 || config.cluster > kDecodeCouple) return;
   const DecodeKernel combine = problem.head_dim == 64    ? combine_kernel<64>
                                : problem.head_dim == 256 ? combine_kernel<256>
                                : decode_combines_wide(problem.head_dim, config.row_tiles)
                                    ? (config.plain ? combine_wide_kernel<128, true> : combine_wide_kernel<128>)
-                               : config.plain ? combine_kernel<128, true>
-                                              : combine_kernel<128>;
+                               : config.cluster > 1 ? combine_kernel<128, true, true>
+                               : config.plain       ? combine_kernel<128, true>
+                                                    : combine_kernel<128>;
   launch(
       combine,
       LaunchConfig{.grid = dim3(static_cast<unsigned>(combine_ctas)), .block = dim3(kCombineThreads), .stream = stream},

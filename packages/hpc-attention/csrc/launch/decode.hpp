@@ -22,7 +22,7 @@ DecodeKernel decode_kernel_alone(KvKind kv, const DecodeConfig& config);
 int decode_ctas_per_sm(const DecodeProblem& problem);
 
 // Whether the current device, number `device`, has room for a cluster of so many CTAs (kDecodeCluster or
-// kDecodeHeadsCluster); found out once.
+// kDecodeHeadsCluster), or for kDecodeCouples of kDecodeCouple; found out once.
 bool decode_cluster_fits(int device, int cluster);
 
 // Both kernels on the current device; no allocation, no synchronisation. num_ctas: rows of the map's `ctas`.

@@ -1,7 +1,7 @@
 // The attention kernel's instantiations for one kind of cache; each launch/decode_<kind>.cu includes this.
 #pragma once
 
-#include "kernels/decode.cuh"
+#include "kernels/decode_kernel.cuh"
 #include "launch/decode.hpp"
 
 namespace hpc::attention {
@@ -20,6 +20,13 @@ DecodeKernel decode_instance(int32_t head_dim, const DecodeConfig& config) {
   if (config.cluster > 1) {
     constexpr int kStages = decode_stages(kKind, 128, 1);
     if (head_dim != 128 || row_tiles != 1) return nullptr;
+    if (config.cluster == kDecodeCouple) {
+      if constexpr (decode_has_plain(kKind, 128)) {
+        return config.abreast ? decode_kernel<kKind, 128, 1, kStages, true, true, kDecodeCouple>
+                              : decode_kernel<kKind, 128, 1, kStages, true, false, kDecodeCouple>;
+      }
+      return nullptr;
+    }
     const bool one = config.cluster == kDecodeCluster;
     if constexpr (decode_has_plain(kKind, 128)) {
       if (config.plain) {

@@ -240,7 +240,7 @@ struct cudaLaunchConfig_t {
 };
 template <typename Kernel>
 cudaError_t cudaOccupancyMaxActiveClusters(int* count, Kernel*, const cudaLaunchConfig_t*) {
-  *count = 1;
+  *count = 66;
   return cudaSuccess;
 }
 template <typename... Parameters, typename... Arguments>
