@@ -17,6 +17,9 @@ PTX = (
     (r'asm volatile\("setmaxnreg[^;]*;"[^;]*\);', ""),
     (r'asm volatile\("cp\.async\.bulk\.prefetch[^;]*;"(?:[^;]|;(?=\"))*?"memory"\);', ""),
     (r'asm volatile\("prefetch\.global[^;]*;"[^;]*\);', ""),
+    (r'asm volatile\("createpolicy[^;]*;"[^;]*\);', "policy = 3;"),
+    (r'asm volatile\("st\.global[^;]*\.v2\.[^;]*;"[^;]*\);', "*static_cast<uint2*>(to) = v;"),
+    (r'asm volatile\("st\.global[^;]*\.v4\.[^;]*;"[^;]*\);', "*static_cast<uint4*>(to) = v;"),
     # What is dropped is lost.
     (r'asm volatile\("discard[^;]*;"[^;]*\);', "std::memset(const_cast<void*>(line), 0xEE, 128);"),
     (r'asm\("min\.NaN[^;]*;"[^;]*\);', "v = a != a || b != b ? NAN : (a < b ? a : b);"),
@@ -78,6 +81,10 @@ FAULTS = {
     28: ("at_b + blockIdx.x % 2 * ", "at_b + (emulation::fault == 28 ? 0 : blockIdx.x % 2) * "),
     29: ("fmaxf(of_third[h], there[group][at])", "fmaxf(of_third[h], emulation::fault == 29 ? 0 : there[group][at])"),
     30: ("before / 2 % 2);", "emulation::fault == 30 ? 0 : before / 2 % 2);"),
+    # Spread rows: the scales are the other order's; a thread's third row is its first; it is stored elsewhere.
+    35: ("scale_place(shared_row<T>(thread))", "scale_place(emulation::fault == 35 ? thread : shared_row<T>(thread))"),
+    36: ("at_a + kBlock +", "at_a + (emulation::fault == 36 ? 0 : kBlock) +"),
+    37: ("64 + row_in_tile<T>(", "64 + (emulation::fault == 37 ? 0 : 1) * row_in_tile<T>("),
     11: ("weight_scales[first + m]", "weight_scales[emulation::fault == 11 ? 0 : first + m]"),
 }
 ROUTING = (6, 7)
@@ -90,6 +97,7 @@ FAULTY = (
     "tensor,270,1,2,256,192,2,one,0,96,even",
     "block,180,1,1,128,1024,2,one,0,128,threes",
 )
+SPREAD = ("block,90,1,2,512,256,1,one,0,128,tokens", "block,80,1,2,512,192,2,one,0,128,tokens")
 CASES = (
     "tensor,9,2,3,256,192,2,random,0,32",
     "tensor,5,2,2,384,64,3,random,1,128",
@@ -126,6 +134,10 @@ CASES = (
     "block,50,1,2,128,128,1,one,0,128,tokens",
     "block,330,1,2,256,128,2,one,0,128,tokens",
     "block,130,1,2,384,64,2,one,0,128,tokens",
+    # Of 65 to 96 rows: in down a unit a warpgroup.
+    *SPREAD,
+    "block,70,1,2,256,128,1,one,0,128,tokens",
+    "block,96,1,1,384,128,2,one,0,128,tokens",
     "tensor,300,2,3,256,256,4,random,0,128,clusters",
     "tensor,270,1,2,384,192,2,one,0,128,clusters",
     "tensor,129,1,2,128,128,4,one,1,128,clusters",
@@ -235,6 +247,8 @@ def test_a_planted_fault_is_found(program: pathlib.Path, fault: int) -> None:
     cases = (CASES[0], CASES[6], CASES[8], CASES[12], *FAULTY, "block,75,1,2,256,128,2,one,0,128")
     if fault == 34:
         cases = ("block,40,2,3,256,192,2,random,0,32",)
+    elif fault > 34:
+        cases = SPREAD
     elif fault > 30:
         cases = CASES[:1]
     # Wrong results, or misuse of a barrier that the emulation notices first, by the order of threads.

@@ -55,6 +55,8 @@ constexpr int32_t kShortColumns = 192;
 // Bytes of y, as expected, that the reduction drops from L2 where weights leave it first (kMid): they would be written
 // to memory beside the next call's weights. Of more, most have been written before they are read.
 constexpr int64_t kDiscardFrom = 6 << 20, kDiscardTo = 80 << 20;
+// Of so many up to a panel's, in one panel, y is asked to leave L2 last until then.
+constexpr int64_t kKeepFrom = 24 << 20;
 
 // Beyond, while an expert has but one tile: in panels of columns of H of at most so many bytes, as expected, one after
 // the other through the down kernel and the reduction. A panel stays in L2 in between, and is dropped.
@@ -130,6 +132,7 @@ struct Config {
   bool short_rows;        // down: the kernel for rows of w2 of kShortColumns, a task a stage
   int32_t kept_pairs;     // down: pairs of 128 columns of H for which rows of h stay in shared memory; 0: they do not
   bool discard;           // the reduction drops y from L2 once read
+  bool keep_y;            // y leaves L2 last until then
   int32_t panel_columns;  // of H, for which down and the reduction run; the last panel has no more. H: one panel
   bool exact;             // gate-up's sums are fp32, not the tensor core's of e4m3 products
   bool guess;             // gate-up CTAs load weights of their likely first task while the index is made
@@ -336,6 +339,7 @@ inline Config make_config(const Problem& p) {
   const int64_t y_bytes = expected_y_bytes(p, c.chunk_rows);
   c.discard =
       c.panel_columns < p.hidden || (c.regime == Regime::kMid && y_bytes >= kDiscardFrom && y_bytes <= kDiscardTo);
+  c.keep_y = c.discard && c.panel_columns >= p.hidden && y_bytes >= kKeepFrom && y_bytes <= kPanelBytes;
   c.layout = detail::make_layout(p, c);
   return c;
 }

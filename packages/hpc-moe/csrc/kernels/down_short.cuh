@@ -155,7 +155,7 @@ __device__ __forceinline__ void produce_short_rows(const GemmParams& p, const CU
   with_tasks<T>(p, first, bring);
 }
 
-template <class T, int N>
+template <class T, bool kKeep, int N>
 __device__ __forceinline__ void consume_short(const GemmParams& p, const TurnTask& task, int group, uint32_t a,
                                               uint32_t b, uint32_t back, uint32_t rows_back,
                                               [[maybe_unused]] const float* scales) {
@@ -213,6 +213,7 @@ __device__ __forceinline__ void consume_short(const GemmParams& p, const TurnTas
     mbarrier_arrive(back);
     mbarrier_arrive(rows_back);
   }
+  const uint64_t policy = out_policy<kKeep>();
   auto* out = static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(row) * p.out_columns + unit * 128 + warp * 32 +
               lane / 4 * 4;
 #pragma unroll
@@ -221,13 +222,13 @@ __device__ __forceinline__ void consume_short(const GemmParams& p, const TurnTas
     if (token < rows) {
       const __nv_bfloat162 four[2] = {__floats2bfloat162_rn(acc[0][at] * scale, acc[1][at] * scale),
                                       __floats2bfloat162_rn(acc[0][at + 2] * scale, acc[1][at + 2] * scale)};
-      *reinterpret_cast<uint2*>(out + static_cast<int64_t>(token) * p.out_columns) =
-          *reinterpret_cast<const uint2*>(four);
+      store_out<kKeep>(out + static_cast<int64_t>(token) * p.out_columns, *reinterpret_cast<const uint2*>(four),
+                       policy);
     }
   }
 }
 
-template <Quant kQuant, int kWidth>
+template <Quant kQuant, int kWidth, bool kKeep = false>  // kKeep: y leaves L2 last
 __global__ void __launch_bounds__(kShortThreads, 1)
     down_short_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap h_map,
                       const __grid_constant__ GemmParams p) {
@@ -281,7 +282,7 @@ __global__ void __launch_bounds__(kShortThreads, 1)
     const uint32_t a = base + uniform(kLowBits + group * (kShortUnitBytes >> 4)),
                    b = (smem_address(s.rows) >> 4) + uniform(kLowBits + rows.stage() * (Smem::kRowBytes >> 4));
     const auto run = [&]<int N>() {
-      consume_short<T, N>(p, task, group, a, b, back, rows_back, s.scale[T::kBlock ? rows.stage() : 0]);
+      consume_short<T, kKeep, N>(p, task, group, a, b, back, rows_back, s.scale[T::kBlock ? rows.stage() : 0]);
     };
     with_width<T>(task.width, run);
   }

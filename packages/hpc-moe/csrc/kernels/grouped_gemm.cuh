@@ -153,9 +153,10 @@ class StageRing {
 // (gate-up): sums are fp32 (grouped_exact.cuh). kTokens: tokens are M (grouped_tokens.cuh).
 // kClusters: of two CTAs, which load a pair of units once where their tasks have the same. kKept (down, tokens as M):
 // a task is a token tile and several pairs of units one after the other, for which the rows of B are loaded once.
-// kThrees (tokens as M, in clusters): tasks of experts of three blocks of 64 rows are kThree.
+// kThrees (tokens as M, in clusters): tasks of experts of three blocks of 64 rows are kThree. kSpread (down, tokens as
+// M, not in clusters): of a tile of 65 to 96 rows a warpgroup has a unit, of all rows.
 template <Gemm kTheGemm, Quant kTheQuant, bool kTheHalf, int kTheWidth, bool kTheExact = false, bool kTheTokens = false,
-          bool kTheClusters = false, bool kTheKept = false, bool kTheThrees = false>
+          bool kTheClusters = false, bool kTheKept = false, bool kTheThrees = false, bool kTheSpread = false>
 struct Traits {
   static constexpr Gemm kGemm = kTheGemm;
   static constexpr Quant kQuant = kTheQuant;
@@ -167,6 +168,8 @@ struct Traits {
   static constexpr bool kKept = kTheKept;
   static constexpr bool kThrees = kTheThrees;
   static_assert(!kThrees || (kTokens && kClusters));
+  static constexpr bool kSpread = kTheSpread;
+  static_assert(!kSpread || (kTokens && !kClusters && kGemm == Gemm::kDown));
   static constexpr bool kTriples = kWidth == kTripleWidth;
   static_assert(!kTriples || (kGemm == Gemm::kUp && kQuant == Quant::kTensor && kClusters));
   using Smem = GemmSmem<kWidth, kKept>;
@@ -203,6 +206,47 @@ struct Traits {
   static constexpr bool kShareRows = kExact && kTwoTiles;
   static constexpr bool kOddHalves = kExact && kHalfUnits;  // halves of units where their number is odd, too
 };
+
+// Stores of y. kKeep: its lines leave L2 last, so that nothing of it is written to memory before the reduction has
+// dropped it. A policy costs where it gains nothing: kernels of their own.
+template <bool kKeep>
+__device__ __forceinline__ uint64_t out_policy() {
+  uint64_t policy = 0;
+  if constexpr (kKeep) asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+template <bool kKeep>
+__device__ __forceinline__ void store_out(void* to, const uint2& v, uint64_t policy) {
+  if constexpr (kKeep) {
+    asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(to), "r"(v.x), "r"(v.y), "l"(policy)
+                 : "memory");
+  } else {
+    *static_cast<uint2*>(to) = v;
+  }
+}
+template <bool kKeep>
+__device__ __forceinline__ void store_out(void* to, const uint4& v, uint64_t policy) {
+  if constexpr (kKeep) {
+    asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w), "l"(policy)
+                 : "memory");
+  } else {
+    *static_cast<uint4*>(to) = v;
+  }
+}
+
+// kSpread: the shared row of a tile's row, and back. Of each 64 the first four eights lie at the even places, so that
+// of up to 32 a thread has one row where it has room for two, in all warps alike.
+template <class T>
+__device__ __forceinline__ int shared_row(int row) {
+  if constexpr (!T::kSpread) return row;
+  return (row & ~56) | (row & 24) << 1 | (row & 32) >> 2;
+}
+template <class T>
+__device__ __forceinline__ int row_in_tile(int shared) {
+  if constexpr (!T::kSpread) return shared;
+  return (shared & ~56) | (shared & 48) >> 1 | (shared & 8) << 2;
+}
 
 // Place of the scale of row r of B in a stage: a thread's rows 8 j + 2 t + c of two neighbouring j are four floats.
 __device__ __forceinline__ int scale_place(int row) {

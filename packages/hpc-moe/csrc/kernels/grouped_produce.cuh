@@ -395,13 +395,13 @@ __device__ void produce(const GemmParams& p, const CUtensorMap* map, const CUten
         const uint32_t first = T::kKept ? kept + k * kWidth * 128 : stage + 2 * kUnitBytes;
 #pragma unroll 1
         for (int row = warp * kRowsBox; row < rows; row += kProducers / 32 * kRowsBox) {
-          tma_load_2d(first + row * 128, b_map, full + head.stage() * 8, k * 128,
+          tma_load_2d(first + shared_row<T>(row) * 128, b_map, full + head.stage() * 8, k * 128,
                       tile_row + row + (row >= 64 ? gap : 0));
         }
       }
       if constexpr (T::kBlock) {
         const uint32_t scale_to = scales + head.stage() * T::Sizes::kScales * 4;
-        const uint32_t row_to = scale_to + scale_place(thread) * 4;
+        const uint32_t row_to = scale_to + scale_place(shared_row<T>(thread)) * 4;
         // Addresses that go on by themselves where there is but one of each; two tiles' would be too many.
         constexpr bool kGoOn = !T::kHalf;
 #pragma unroll

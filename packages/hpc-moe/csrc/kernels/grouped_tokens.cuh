@@ -156,6 +156,62 @@ __device__ __forceinline__ void multiply_three(const GemmParams& p, typename T::
   }
 }
 
+// kSpread: K loop of a warpgroup that has a unit of a tile of 65 to 96 rows: of its first 64, and of the others, of
+// which a thread has one.
+template <class T>
+__device__ __forceinline__ void multiply_spread(const GemmParams& p, typename T::Smem& s, typename T::Ring& ring,
+                                                uint32_t at_a, uint32_t at_b, int unit, float (&acc)[64],
+                                                float (&more)[32]) {
+  constexpr int kSteps = 4 / T::kGroups;
+  constexpr uint32_t kBlock = 64 * 128 >> 4;
+  const int lane = threadIdx.x % 32, num_k = (p.k_bytes + 127) / 128;
+  const uint32_t full = smem_address(s.full), back = back_address<T>(smem_address(s.empty));
+  const uint32_t stages = smem_address(s.stage) >> 4;
+  const int place = scale_place(threadIdx.x % 128 / 32 * 16 + lane / 4);
+#pragma unroll
+  for (int i = 0; i < 64; ++i) acc[i] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) more[i] = 0.0f;
+  bool ready = false;  // the stage has been waited for
+#pragma unroll 1
+  for (int k = 0; k < num_k; ++k) {
+    const uint32_t stage = ring.stage();
+    if (!ready) arrived<T>(full, ring);
+    const uint32_t base = stages + uniform(stage * (T::kStageBytes >> 4));
+    const float* scale = s.scale[stage];
+    ring.advance();
+    const auto run = [&](int g, bool last) {
+      const float weight = scale[2 * T::kWidth + g * 4 + unit * 2], *rows = scale + g * T::kWidth + place;
+      const float of[2] = {rows[0] * weight, rows[2] * weight}, of_more = rows[64] * weight;
+      float part[64];
+      wgmma_fence(part);
+      wgmma_arrive();
+      multiply<WgmmaType::kE4m3, kSteps, false, 128>(part, base + at_a + 2 * kSteps * g, base + at_b + 2 * kSteps * g);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_fence(part);
+#pragma unroll
+      for (int i = 0; i < 64; ++i) acc[i] = fmaf(part[i], of[i / 2 % 2], acc[i]);
+      wgmma_fence(part);
+      wgmma_arrive();
+      multiply<WgmmaType::kE4m3, kSteps, false, 128>(part, base + at_a + kBlock + 2 * kSteps * g,
+                                                     base + at_b + 2 * kSteps * g);
+      wgmma_commit();
+      if (last) ready = k + 1 < num_k && has_arrived<T>(full, ring);
+      wgmma_wait<0>();
+      wgmma_fence(part);
+      if (last) give_back<T>(back + stage * 8);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) more[i] = fmaf(part[i / 2 * 4 + i % 2], of_more, more[i]);
+    };
+    const bool second = T::kGroups == 2 && (k + 1) * 128 <= p.k_bytes;
+    run(0, !second);
+    if constexpr (T::kGroups == 2) {
+      if (second) run(1, true);
+    }
+  }
+}
+
 // In 16 bytes, with kLowBits: where the kept rows of B of a task lie, by the parity of the task.
 template <class T>
 __device__ __forceinline__ uint32_t kept_rows(typename T::Smem& s, int parity) {
@@ -205,6 +261,14 @@ __device__ __forceinline__ void consume_tokens(const GemmParams& p, typename T::
           if (pair + 1 == pairs) give_rows_back<T>(s, turn % 2);
           Epilogue::run_three(p, s, task, task.unit + 2 * pair, group, threes++, acc, third);
         }
+        continue;
+      }
+    }
+    if constexpr (T::kSpread) {
+      if (task.units == 2 && rows > 64 && rows <= 96) {
+        float acc[1][64], more[32];
+        multiply_spread<T>(p, s, ring, kLowBits + 2 * kUnit, uniform(kLowBits + group * kUnit), group, acc[0], more);
+        Epilogue::run_spread(p, s, task, group, acc, more);
         continue;
       }
     }

@@ -64,6 +64,7 @@ struct GemmParams {
   int32_t weight_rows;     // weight rows of an expert: 2 I or H
   int32_t experts;         // E, local
   bool evict_first;        // weights leave L2 first
+  bool keep_out;           // down: y leaves L2 last, in kernels that can (kKeep); the reduction must drop all of it
   bool guess;              // gate-up: weights of the likely first task are asked for before the index is there
   int32_t b_lines;         // gate-up: lines of 128 bytes of B asked for with them
   bool singles_first;      // tasks of single units before those of pairs

@@ -123,21 +123,22 @@ void run_low(const Call& c, const Config& config, int num_sms, cudaStream_t stre
 void run_panels(const Call& c, const Config& config, const GemmParams& down, const ReduceParams& reduce,
                 const CUtensorMap& h_map, int num_sms, cudaStream_t stream) {
   const bool half = c.quant == Quant::kBlock && config.act_group == 64, as_m = tokens_are_m(config.rule);
-  const bool lines = reinterpret_cast<uintptr_t>(reduce.y) % 128 == 0;  // whole ones
+  const bool drop = config.discard && reinterpret_cast<uintptr_t>(reduce.y) % 128 == 0;  // whole lines
   const int64_t rows = static_cast<int64_t>(c.num_local) * c.hidden;
   for (int32_t first = 0; first < c.hidden; first += config.panel_columns) {
     const int32_t columns = std::min(config.panel_columns, c.hidden - first);
     const uint8_t* w2 = panel_weights(c.w2, down.k_bytes, first);
+    GemmParams panel = panel_of(down, c.quant, first, columns);
+    panel.keep_out = config.keep_y && drop;
     if ((c.kernels & 4u) && config.short_rows) {
       const CUtensorMap map = down_short_map(w2, rows - first, down.k_bytes);
-      launch_down_short(c.quant, map, h_map, panel_of(down, c.quant, first, columns), config.rule.max_rows,
-                        config.down_grid, stream);
+      launch_down_short(c.quant, map, h_map, panel, config.rule.max_rows, config.down_grid, stream);
     } else if (c.kernels & 4u) {
       const CUtensorMap map = down_weight_map(w2, rows - first, down.k_bytes, as_m);
-      launch_down(c.quant, half, map, h_map, panel_of(down, c.quant, first, columns), as_m, config.down_clusters,
-                  config.rule.max_rows, config.down_grid, stream);
+      launch_down(c.quant, half, map, h_map, panel, as_m, config.down_clusters, config.rule.max_rows, config.down_grid,
+                  stream);
     }
-    if (c.kernels & 8u) launch_reduce(panel_of(reduce, first, columns), config.discard && lines, num_sms, stream);
+    if (c.kernels & 8u) launch_reduce(panel_of(reduce, first, columns), drop, num_sms, stream);
   }
 }
 

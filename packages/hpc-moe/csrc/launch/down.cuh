@@ -35,8 +35,9 @@ void launch_down_as(const CUtensorMap& map, const CUtensorMap& h_map, const Gemm
           return;
         }
       }
-      clusters ? launch(&down_tokens_kernel<kHalf, true>, config, map, h_map, p)
-               : launch(&down_tokens_kernel<kHalf, false>, config, map, h_map, p);
+      clusters     ? launch(&down_tokens_kernel<kHalf, true>, config, map, h_map, p)
+      : p.keep_out ? launch(&down_tokens_kernel<kHalf, false, false, false, true>, config, map, h_map, p)
+                   : launch(&down_tokens_kernel<kHalf, false>, config, map, h_map, p);
       return;
     }
   }
@@ -56,6 +57,12 @@ void launch_down_as(const CUtensorMap& map, const CUtensorMap& h_map, const Gemm
     config.smem_bytes = kGemmSmemBytes<kWidth>;
     if constexpr (kQuant == Quant::kTensor) {
       if (p.k_bytes <= kDirectK) {
+        if constexpr (kWidth == kMaxWidth) {
+          if (p.keep_out) {
+            launch(&down_kernel<kQuant, kHalf, kWidth, true, false, true>, config, map, h_map, p);
+            return;
+          }
+        }
         launch(&down_kernel<kQuant, kHalf, kWidth, true>, config, map, h_map, p);
         return;
       }

@@ -83,7 +83,7 @@ struct Run : Layer {
         if (!c.promoted) return down_kernel<kQuant, kHalf, kWidth, true>(of, h_map, p);
       }
       if constexpr (kQuant == Quant::kBlock) {
-        if (c.tokens_are_m) return down_tokens_kernel<kHalf, false>(of, h_map, p);
+        if (c.tokens_are_m) return down_tokens_kernel<kHalf, false, false, false, true>(of, h_map, p);
       }
       down_kernel<kQuant, kHalf, kWidth, false>(of, h_map, p);
     };
@@ -100,7 +100,7 @@ struct Run : Layer {
   template <Quant kQuant, int kWidth>
   int check_short(GemmParams down, const CUtensorMap& h_map) {
     const auto of_down = [&](const CUtensorMap& of, const GemmParams& p) {
-      down_short_kernel<kQuant, kWidth>(of, h_map, p);
+      down_short_kernel<kQuant, kWidth, kWidth == 32>(of, h_map, p);
     };
     const std::vector<uint8_t> want = y;
     y.assign(y.size(), 0xFF);
