@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from attention_kernel_faults import ALONE, ALONE_HEADS, CLUSTER, COUPLES, COUPLES_MIXED, HEADS
+from attention_kernel_faults import ALONE, ALONE_HEADS, CLUSTER, COUPLES, COUPLES_MIXED, COUPLES_NONE, HEADS
 from hpc_attention.support import FP8
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -50,5 +50,6 @@ CLUSTERS |= {
     "couples": COUPLES,
     "couples among others": COUPLES_MIXED,
     "couples, e4m3": replace(COUPLES, lengths=(1020,) * 60, kv_dtype=FP8),
+    "no couples, the last piece first": COUPLES_NONE,
     "couples of heads": replace(COUPLES, lengths=(500,) * 8, num_kv_heads=8),
 }

@@ -50,6 +50,8 @@ COUPLES = replace(ALONE, lengths=(512,) * 60, kv_dtype=BF16, num_q_heads=8, num_
 COUPLES_MIXED = replace(
     COUPLES, lengths=(*(512,) * 7, 200, *(512,) * 18, 700, 0, *(512,) * 25, 690, 0, 704, 70), num_q_heads=2, q_len=3
 )
+# A run of as many tiles as the next one, whose last piece, taken first, is of a request with twice as many.
+COUPLES_NONE = replace(COUPLES, lengths=(64, 1280, 512, 3520, 1024, 960, 1280, 1792), num_kv_heads=8)
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,8 @@ FAULTS = {
     ),
     "two CTAs of three are a couple": Fault(
         "decode_params.cuh", "run.count + other_count == num_tiles", "true", COUPLES_MIXED),
+    "what is taken first makes a couple of its CTA": Fault(
+        "decode.cuh", "order.rest.count == 0", "true", COUPLES_NONE),
     "a couple is any two CTAs'": Fault(
         "combine.cuh", "split.first_cta % 2 == 0", "true", COUPLES_MIXED),
     "alone: this step's tokens are read before pdl_wait": Fault(

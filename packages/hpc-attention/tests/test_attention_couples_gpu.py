@@ -20,6 +20,9 @@ PROBLEMS = {
     "among others": replace(MIXED, num_q_heads=2, q_len=3),
     "among others, one line": replace(EQUAL, lengths=tuple(700 + 37 * i % 2500 for i in range(62))),
     "pages of 256": replace(MIXED, page_size=256),
+    "none, the last piece first": replace(
+        EQUAL, lengths=(64, 1280, 512, 3520, 1024, 960, 1280, 1792), num_q_heads=64, num_kv_heads=8
+    ),
     "of heads": replace(EQUAL, lengths=(1100, 1200) * 4, num_q_heads=64, num_kv_heads=8),
 }
 

@@ -123,7 +123,9 @@ class DecodeWorker {
     const bool paced = kPaced && p_.early_slices == 1 && order.first.count >= kPace.least_tiles;
     const int32_t early = p_.early_slices + (paced && warp_ >= kDecodeWarps / 2);
     if constexpr (kCluster == kDecodeCouple) {
-      coupled_ = is_couple(run, cta % 2 > 0, cta % 2 > 0 ? before : after.count, lead.request.num_tiles);
+      // A couple's run has no other piece. (Where the last one goes first, `lead` is of that one's request.)
+      coupled_ = order.rest.count == 0 &&
+                 is_couple(run, cta % 2 > 0, cta % 2 > 0 ? before : after.count, lead.request.num_tiles);
     }
     const bool pauses = paced && splits > 0 && !coupled_;
     if (kQuickStart && feed.push_first(ring, lead, waited, pauses ? kPace.values : 0)) {
