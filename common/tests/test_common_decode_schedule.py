@@ -103,6 +103,22 @@ def test_weighed_lines(batch, shape):
     assert cost.max() <= schedule.budget + extra
 
 
+@given(
+    st.integers(55, 68), st.integers(200, 5000), st.integers(0, 80), st.integers(1, 2), st.sampled_from([None, 1500]),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_couples(batch, longest, spread, min_tiles, window, random):
+    """One head on 132 CTAs, of alike and of uneven lengths: the invariants, and the slow planner's map."""
+    drawn = [random.randint(longest * (100 - spread) // 100, longest) for _ in range(batch)]
+    drawn[random.randrange(batch)] = random.choice([0, 1, 65, longest])
+    shape = dict(num_kv_heads=1, num_ctas=132, q_len=1, window=window, max_seq_len=4500, min_tiles=min_tiles)
+    schedule = plan_decode(drawn, **shape)
+    assert check_schedule(schedule.raw, drawn, **shape) == []
+    runs, pieces = slow_plan(drawn, batch_invariant=False, **shape)
+    assert {cta: int(load) for cta, load in enumerate(schedule.loads) if load} == {c: len(r) for c, r in runs.items()}
+    assert list(map(tuple, schedule.pieces[["cta", "request", "kv_head"]].tolist())) == [piece[:3] for piece in pieces]
+
+
 @given(lengths(max_batch=300, max_len=1 << 17), shapes(max_heads=4, batch_invariant=False), st.data())
 def test_makespan_against_bounds_and_static_splits(batch, shape, data):
     schedule = plan_decode(batch, **shape)

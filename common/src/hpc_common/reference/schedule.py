@@ -61,6 +61,12 @@ def slow_plan(
                     first, count = owner[-1] + 1 if owner else 0, math.ceil(tiles / (budget + more))
                     owner += sorted(first + tile % count for tile in range(tiles))
                 break
+    other = budget if owner else max(share, floor)
+    if not batch_invariant and num_kv_heads == 1 and num_ctas == 132 and 57 <= len(pairs) <= 66:  # two CTAs each?
+        if other < max(pairs) and math.ceil(max(pairs) / 2) <= other + min_tiles:
+            owner = []
+            for pair, tiles in enumerate(pairs):
+                owner += sorted(2 * pair + tile % 2 for tile in range(tiles))
     budget = max(share, floor) + more
     weights = [tiles + 3 * min_tiles if tiles > 2 else tiles for tiles in pairs]
     if not batch_invariant and len(pairs) > num_ctas and 3 * min_tiles < share <= 1 << 24:
