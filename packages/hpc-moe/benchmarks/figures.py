@@ -86,11 +86,11 @@ def public() -> dict[tuple[str, str], Mapping]:
 
 def beside_public(document: Mapping, op: str) -> dict[str, float]:
     """How many times as long the best public implementation takes, by case."""
-    known = public()
+    known, ours = public(), (op, "ours")
     return {
-        row["case"]: min(known[op, row["case"]]["us"].values()) / row["us"]
-        for row in document["rows"]
-        if row["op"] == op and row["provider"] == "ours" and (op, row["case"]) in known
+        case: min(known[op, case]["us"].values()) / rows[ours]["us"]
+        for case, rows in by_case(document).items()
+        if ours in rows and (op, case) in known
     }
 
 
@@ -191,9 +191,11 @@ def of(op: str, provider: str = "ours", field: str = "us") -> Callable[[Cells], 
 
 
 def compared(op: str, first: str, second: str, times: bool = False) -> Callable[[Cells], str]:
-    """A cell: how much longer ``first`` takes than ``second`` (``times``: how many times as long)."""
+    """A cell: how much longer ``first`` takes than ``second`` (``times``: times as long); empty without both."""
 
     def cell(rows: Cells) -> str:
+        if not {(op, first), (op, second)} <= rows.keys():
+            return ""
         a, b = (rows[op, provider]["us"] for provider in (first, second))
         return f"{a / b:.2f}" if times else f"{a - b:+.1f}"
 
@@ -201,9 +203,11 @@ def compared(op: str, first: str, second: str, times: bool = False) -> Callable[
 
 
 def by_case(document: Mapping) -> dict[str, Cells]:
-    """Rows of every case: layers as they follow in the file, by tokens."""
+    """Cold rows of every case: layers as they follow in the file, by tokens."""
     cases: dict[str, dict[tuple[str, str], Mapping]] = {}
     for row in document["rows"]:
+        if row.get("mode", "cold") != "cold":
+            continue
         cases.setdefault(row["case"], {})[row["op"], row["provider"]] = row
     layers = list(dict.fromkeys(name.split(" m=")[0] for name in cases))
     split = {name: name.split(" m=") for name in cases}
@@ -277,7 +281,11 @@ def peers(document: Mapping) -> list[str]:
     lines = grid(cases, [*columns, ("by block", of(block)), (TRITON, of(block, TRITON))])
     spans = []
     for who, (op, text) in ((TRITON, OPS[0]), (TRITON, OPS[1]), (GROUPED, OPS[0])):
-        times = [rows[op, who]["us"] / rows[op, "ours"]["us"] for rows in cases.values() if (op, who) in rows]
+        times = [
+            rows[op, who]["us"] / rows[op, "ours"]["us"]
+            for rows in cases.values()
+            if {(op, who), (op, "ours")} <= rows.keys()
+        ]
         if times:
             spans.append(f"{who} {text} {min(times):.2f} to {max(times):.2f} times")
     return [*lines, f"As long as ours: {', '.join(spans)}."]
@@ -291,7 +299,10 @@ def bf16_x(document: Mapping) -> list[str]:
         for each in ((text, of(op)), ("bf16 x", of(op, bf16)), ("more", compared(op, bf16, "ours")))
     ]
     more = {
-        f"{name} {text}": rows[op, bf16]["us"] - rows[op, "ours"]["us"] for name, rows in few(cases) for op, text in OPS
+        f"{name} {text}": rows[op, bf16]["us"] - rows[op, "ours"]["us"]
+        for name, rows in few(cases)
+        for op, text in OPS
+        if {(op, bf16), (op, "ours")} <= rows.keys()
     }
     worst = max(more, key=lambda name: more[name])
     return [*grid(cases, columns), f"To {FEW} tokens at most {more[worst]:.1f} us more ({worst}); at most 2 asked."]
@@ -317,12 +328,8 @@ def launches(document: Mapping) -> list[str]:
     ]
     rows = [row for _, cells in few(cases) for row in cells.values()]
     most = max(row[field] for row in rows for field in ("kernels", "kernels_bf16_x"))
-    more = [
-        cells[op, without]["us"] - cells[op, "ours"]["us"]
-        for _, cells in few(cases)
-        for op, _ in OPS
-        if (op, without) in cells
-    ]
+    pairs = [(cells.get((op, without)), cells.get((op, "ours"))) for _, cells in few(cases) for op, _ in OPS]
+    more = [slow["us"] - fast["us"] for slow, fast in pairs if slow and fast]
     text = f"To {FEW} tokens at most {most} kernels (4 asked); without PDL {min(more):.1f} to {max(more):.1f} us more."
     return [*grid(cases, columns), text]
 
