@@ -19,6 +19,7 @@ KNOWN = {
     ("initcheck", "moe::low_quantise_kernel<1,"): "rows past the live ones are quantised too; nobody reads them",
     ("racecheck", "moe::gate_up_kernel<1,"): "named barriers of halves, or " + ONE_LANE,
     ("racecheck", "moe::gate_up_tokens_kernel"): ONE_LANE,
+    ("racecheck", "moe::down_kernel<1,"): ONE_LANE,
     ("racecheck", "moe::down_tokens_kernel"): ONE_LANE,
 }
 
