@@ -138,6 +138,10 @@ CASES = (
     *SPREAD,
     "block,70,1,2,256,128,1,one,0,128,tokens",
     "block,96,1,1,384,128,2,one,0,128,tokens",
+    # Not shared out so, but where scale groups are of 64.
+    "block,90,1,2,512,256,1,one,1,128,tokens",
+    "block,300,2,3,256,128,2,random,1,128,tokens",
+    "block,70,1,2,256,192,1,one,1,128,tokens",
     "tensor,300,2,3,256,256,4,random,0,128,clusters",
     "tensor,270,1,2,384,192,2,one,0,128,clusters",
     "tensor,129,1,2,128,128,4,one,1,128,clusters",

@@ -1,12 +1,12 @@
 // Runs gate-up, down and reduction of one small layer in emulation and compares each with double precision, made from
 // what the kernel before it left. Arguments: [fault] then cases "quant,T,k,E,H,I,grid,pick,promoted,widest[,KERNELS]":
 // quant none, block or tensor; pick random, one (all on the last expert) or none; promoted 1 for the down kernel that
-// promotes, or, by block in clusters, keeps rows of h, and the reduction that drops y; widest of the token tiles: 32,
-// 64 or 128 (or 96: gate-up's tasks of three units, KERNELS even); KERNELS tokens: are M; clusters: of two CTAs, per
-// tensor, or by block with tokens as M; threes: these where experts of three blocks are shared evenly; even: clusters
-// and an even number of tiles. Down and the reduction run for all
-// columns, then once more in panels of them. Prints "bad N" a case; exit status 1 where any is not 0, 3 where the
-// emulation found a fault.
+// promotes, or, by block, keeps rows of h in clusters and does not keep y in L2 with tokens as M, and the reduction
+// that drops y; widest of the token tiles: 32, 64 or 128 (or 96: gate-up's tasks of three units, KERNELS even); KERNELS
+// tokens: are M; clusters: of two CTAs, per tensor, or by block with tokens as M; threes: these where experts of three
+// blocks are shared evenly; even: clusters and an even number of tiles. Down and the reduction run for all columns,
+// then once more in panels of them. Prints "bad N" a case; exit status 1 where any is not 0, 3 where the emulation
+// found a fault.
 #include <cstdio>
 #include <cstdlib>
 #include <sstream>
@@ -83,6 +83,7 @@ struct Run : Layer {
         if (!c.promoted) return down_kernel<kQuant, kHalf, kWidth, true>(of, h_map, p);
       }
       if constexpr (kQuant == Quant::kBlock) {
+        if (c.tokens_are_m && c.promoted) return down_tokens_kernel<kHalf, false>(of, h_map, p);
         if (c.tokens_are_m) return down_tokens_kernel<kHalf, false, false, false, true>(of, h_map, p);
       }
       down_kernel<kQuant, kHalf, kWidth, false>(of, h_map, p);
