@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hpc_attention import DecodePlan, decode
+from hpc_attention import DecodePlan
 from hpc_attention.support import FP8
-from hpc_attention.testing import Inputs, Problem
+from hpc_attention.testing import Problem, capture_step, decode_by
 from hpc_common.poison import dirty_, fill_nan_
 from hpc_common.schedule import plan_decode
 
@@ -66,20 +66,7 @@ def test_in_a_captured_step(kv_dtype: torch.dtype) -> None:
     eager = DecodePlan(60, 8, 1, 128, 64, kv_dtype=kv_dtype, max_seq_len=plan.max_seq_len)
     outs = [torch.empty_like(layer.q) for layer in layers]
 
-    def run(layer: Inputs, plan: DecodePlan, out: torch.Tensor | None = None) -> torch.Tensor:
-        return decode(layer.q, layer.cache.k_cache, layer.cache.v_cache, layer.cache.page_table, plan, out=out)
-
-    def step() -> None:
-        plan.update(lengths)
-        for _ in range(10):
-            for layer, out in zip(layers, outs, strict=True):
-                run(layer, plan, out)
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = capture_step(layers, outs)
     generator = torch.Generator().manual_seed(0)
     for most in (4096, 4096, 0, 1000, 64, 600, 3000) * 3:
         drawn = torch.full((60,), most, dtype=torch.int32)
@@ -87,7 +74,7 @@ def test_in_a_captured_step(kv_dtype: torch.dtype) -> None:
             drawn = torch.randint(most // 2, most + 1, (60,), dtype=torch.int32, generator=generator)
         lengths.copy_(drawn)
         eager.update(lengths)
-        want = [run(layer, eager).clone() for layer in layers]
+        want = [decode_by(layer, eager).clone() for layer in layers]
         for _ in range(5):
             for out in outs:
                 fill_nan_(out)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hpc_attention import DecodePlan, decode
 from hpc_attention.support import FP8
-from hpc_attention.testing import Inputs, Problem
+from hpc_attention.testing import Inputs, Problem, capture_step, decode_by
 from hpc_common.poison import WILD_PAGE, Canary, bits, dirty_, fill_nan_
 
 pytestmark = pytest.mark.gpu
@@ -36,11 +36,6 @@ def plan_like(inputs: Inputs, **changes: object) -> DecodePlan:
     made = DecodePlan(*sizes, **{**options, **changes})
     made.update(inputs.cache.seq_lens)
     return made
-
-
-def run(inputs: Inputs, plan: DecodePlan, out: torch.Tensor | None = None) -> torch.Tensor:
-    cache = inputs.cache
-    return decode(inputs.q, cache.k_cache, cache.v_cache, cache.page_table, plan, out=out, **inputs.options)
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (8, 1), (16, 1), (12, 2), (16, 3), (16, 8)], ids=str)
@@ -93,24 +88,12 @@ def test_clusters_in_a_captured_step(kv_dtype: torch.dtype, heads: int) -> None:
         SMALL, lengths=(4096,), kv_dtype=kv_dtype, num_q_heads=8 * heads, num_kv_heads=heads, max_seq_len=4096
     )
     layers = [replace(problem, seed=seed).make("cuda") for seed in (0, 1)]
-    plan, lengths = layers[0].plan, layers[0].cache.seq_lens
-    outs = [torch.empty_like(layer.q) for layer in layers]
-
-    def step() -> None:
-        plan.update(lengths)
-        for _ in range(10):
-            for layer, out in zip(layers, outs, strict=True):
-                run(layer, plan, out)
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    lengths, outs = layers[0].cache.seq_lens, [torch.empty_like(layer.q) for layer in layers]
+    graph = capture_step(layers, outs)
     for length in (4096, 1, 0, 64, 65, 130, 2000, 4095) * 4:
         lengths.fill_(length)
         eager = plan_like(layers[0])
-        want = [run(layer, eager) for layer in layers]
+        want = [decode_by(layer, eager) for layer in layers]
         for _ in range(5):
             for out in outs:
                 fill_nan_(out)
@@ -163,7 +146,7 @@ def test_captured_step_follows_lengths_and_page_table() -> None:
     def step() -> None:
         inputs.plan.update(cache.seq_lens)
         for out in outs:
-            run(inputs, inputs.plan, out)
+            decode_by(inputs, inputs.plan, out)
 
     step()
     torch.cuda.synchronize()
@@ -177,7 +160,7 @@ def test_captured_step_follows_lengths_and_page_table() -> None:
             fill_nan_(out)
         for _ in range(10):
             graph.replay()
-        want = run(inputs, plan_like(inputs))
+        want = decode_by(inputs, plan_like(inputs))
         assert all(torch.equal(out, want) for out in outs), lengths
 
 
@@ -186,13 +169,13 @@ def test_a_thousand_replays_with_early_starts(kv_dtype: torch.dtype) -> None:
     """Layers that start while the one before them ends give the bits of calls that wait, every time."""
     problem = replace(SMALL, lengths=(5000, 130, 64, 1, 900), kv_dtype=kv_dtype)
     layers = [replace(problem, seed=seed).make("cuda") for seed in (0, 1)]
-    want = [run(layer, layers[0].plan).clone() for layer in layers]
+    want = [decode_by(layer, layers[0].plan).clone() for layer in layers]
     outs = [torch.empty_like(out) for out in want]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(10):
             for layer, out in zip(layers, outs, strict=True):
-                run(layer, layers[0].plan, out)
+                decode_by(layer, layers[0].plan, out)
     for _ in range(50):
         for out in outs:
             fill_nan_(out)
@@ -209,13 +192,13 @@ def test_a_thousand_replays_with_changing_lengths(kv_dtype: torch.dtype) -> None
     want = []
     for batch in batches:
         lengths.copy_(batch)
-        want.append(bits(run(inputs, plan_like(inputs))).clone())
+        want.append(bits(decode_by(inputs, plan_like(inputs))).clone())
     out = torch.empty_like(inputs.q)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         inputs.plan.update(lengths)
         for _ in range(2):
-            run(inputs, inputs.plan, out)
+            decode_by(inputs, inputs.plan, out)
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for step in range(1000):
         lengths.copy_(batches[step % len(batches)])
@@ -229,9 +212,9 @@ def test_a_thousand_replays_with_changing_lengths(kv_dtype: torch.dtype) -> None
 def test_with_out_nothing_is_allocated(batch_invariant: bool) -> None:
     inputs = replace(SMALL, kv_dtype=FP8, batch_invariant=batch_invariant, max_seq_len=1024).make("cuda")
     out = torch.empty_like(inputs.q)
-    run(inputs, inputs.plan, out)
+    decode_by(inputs, inputs.plan, out)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    run(inputs, inputs.plan, out)
+    decode_by(inputs, inputs.plan, out)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
@@ -243,30 +226,30 @@ def test_this_steps_token_may_be_written_just_before() -> None:
     pages = cache.page_table.long()[torch.arange(3, device="cuda"), last // 64]
     values = torch.empty(3, 1, 128, dtype=BF16, device="cuda")
     out = torch.empty_like(inputs.q)
-    run(inputs, inputs.plan, out)
+    decode_by(inputs, inputs.plan, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(4):
             cache.v_cache[pages, last % 64] = values
-            run(inputs, inputs.plan, out)
+            decode_by(inputs, inputs.plan, out)
     for seed in range(20):
         values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(seed)) * 100)
         cache.v_cache[pages, last % 64] = 0
         graph.replay()
-        assert torch.equal(out, run(inputs, plan_like(inputs))), seed
+        assert torch.equal(out, decode_by(inputs, plan_like(inputs))), seed
 
 
 def test_two_plans_on_two_streams() -> None:
     """Plans share nothing: interleaved calls on two streams give what each gives alone."""
     both = [replace(SMALL, lengths=(3000, 200), seed=seed, kv_dtype=FP8).make("cuda") for seed in (0, 1)]
-    want = [run(inputs, inputs.plan).clone() for inputs in both]
+    want = [decode_by(inputs, inputs.plan).clone() for inputs in both]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     outs = []
     for _ in range(50):
         for inputs, stream in zip(both, streams, strict=True):
             with torch.cuda.stream(stream):
-                outs.append(run(inputs, inputs.plan))
+                outs.append(decode_by(inputs, inputs.plan))
     torch.cuda.synchronize()
     assert all(torch.equal(out, want[i % 2]) for i, out in enumerate(outs))
 
@@ -274,12 +257,12 @@ def test_two_plans_on_two_streams() -> None:
 def test_beside_kernels_that_fill_the_gpu() -> None:
     """Other work that holds every SM makes decode late, not wrong: no CTA waits for another that is not there."""
     inputs = replace(SMALL, lengths=(9000, 130, 70, 1), kv_dtype=FP8).make("cuda")
-    want = run(inputs, inputs.plan).clone()
+    want = decode_by(inputs, inputs.plan).clone()
     matrix = torch.randn(8192, 8192, device="cuda", dtype=BF16)
     graph, out = torch.cuda.CUDAGraph(), torch.empty_like(want)
     with torch.cuda.graph(graph):
         for _ in range(8):
-            run(inputs, inputs.plan, out)
+            decode_by(inputs, inputs.plan, out)
     other = torch.cuda.Stream()
     torch.cuda.synchronize()
     for _ in range(5):
@@ -297,7 +280,7 @@ def test_beside_kernels_that_fill_the_gpu() -> None:
 def test_side_stream_waits_for_its_producer() -> None:
     """Work ahead in the current stream is done before the query is read (A23)."""
     inputs = SMALL.make("cuda")
-    want = run(inputs, inputs.plan).clone()
+    want = decode_by(inputs, inputs.plan).clone()
     query = inputs.q.clone()
     stream = torch.cuda.Stream()
     for _ in range(4):
@@ -306,7 +289,7 @@ def test_side_stream_waits_for_its_producer() -> None:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(20_000_000)
             inputs.q.copy_(query)
-            out = run(inputs, inputs.plan)
+            out = decode_by(inputs, inputs.plan)
         stream.synchronize()
         assert torch.equal(out, want)
 
@@ -331,17 +314,17 @@ def test_pages_behind_4_gib() -> None:
 def test_wild_pages_and_lengths_touch_nothing_else() -> None:
     """Ids outside the pool and a length beyond the page table leave the other requests' bits alone."""
     inputs = replace(SMALL, lengths=(130, 64, 700, 65), kv_dtype=FP8).make("cuda")
-    want = run(inputs, inputs.plan).clone()
+    want = decode_by(inputs, inputs.plan).clone()
     inputs.cache.page_table[1] = WILD_PAGE
     inputs.cache.page_table[3] = -5
     plan = plan_like(inputs)
     lengths = inputs.cache.seq_lens.clone()
     lengths[3] = 1 << 20
     plan.update(lengths)
-    out = run(inputs, plan)
+    out = decode_by(inputs, plan)
     torch.cuda.synchronize()
     torch.testing.assert_close(out[[0, 2]], want[[0, 2]], rtol=2.0**-7, atol=2.0**-10)
-    assert torch.equal(run(inputs, inputs.plan)[[0, 2]], want[[0, 2]])
+    assert torch.equal(decode_by(inputs, inputs.plan)[[0, 2]], want[[0, 2]])
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -351,9 +334,9 @@ def test_workspace_between_canaries(batch_invariant: bool) -> None:
         SMALL, lengths=(5000, 700, 64), num_q_heads=6, q_len=3, batch_invariant=batch_invariant, max_seq_len=8192
     )
     inputs = problem.make("cuda")
-    want = run(inputs, inputs.plan)
+    want = decode_by(inputs, inputs.plan)
     with Canary((inputs.plan.workspace_bytes,), device="cuda") as workspace:
-        out = run(inputs, plan_like(inputs, workspace=workspace))
+        out = decode_by(inputs, plan_like(inputs, workspace=workspace))
         torch.cuda.synchronize()
     assert torch.equal(out, want)
 
@@ -364,7 +347,7 @@ def test_batch_invariant_rows_in_any_company() -> None:
     for kv_dtype in (BF16, FP8):
         problem = replace(SMALL, lengths=lengths, kv_dtype=kv_dtype, batch_invariant=True, max_seq_len=32768)
         inputs = problem.make("cuda")
-        out = run(inputs, inputs.plan)
+        out = decode_by(inputs, inputs.plan)
         for request in (0, 1, 2, 4):
             plan = DecodePlan(
                 1, 8, 2, 128, 64, kv_dtype=kv_dtype, device="cuda", batch_invariant=True, max_seq_len=32768
@@ -384,4 +367,4 @@ def test_second_gpu_while_the_first_is_current() -> None:
     with torch.cuda.device(0):
         run_twice(inputs)
         with pytest.raises(ValueError, match="cuda:0"):
-            run(inputs, problem.make("cuda:0").plan)
+            decode_by(inputs, problem.make("cuda:0").plan)

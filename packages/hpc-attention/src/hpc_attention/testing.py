@@ -162,6 +162,33 @@ class Inputs:
             assert bool(same.all()), f"lse: {have_lse[~same][0]:.9g} for {want_lse[~same][0]:.9g}"
 
 
+def decode_by(inputs: Inputs, plan: DecodePlan, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``decode`` of the inputs, without lse, by a plan that need not be theirs."""
+    cache = inputs.cache
+    return decode(inputs.q, cache.k_cache, cache.v_cache, cache.page_table, plan, out=out, **inputs.options)
+
+
+def capture_step(layers: list[Inputs], outs: list[torch.Tensor]) -> torch.cuda.CUDAGraph:
+    """A captured step: the first layer's plan updated, then all layers by it, ten times over, each to its ``out``.
+
+    A replay follows what the first layer's ``seq_lens`` hold then.
+    """
+    plan, lengths = layers[0].plan, layers[0].cache.seq_lens
+
+    def step() -> None:
+        plan.update(lengths)
+        for _ in range(10):
+            for layer, out in zip(layers, outs, strict=True):
+                decode_by(layer, plan, out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
 def devices(*problems: Problem) -> list[Any]:
     """pytest parameters "cpu" and, where the support table has kernels for all of these problems, "cuda"."""
     from hpc_common.testing import device_params
