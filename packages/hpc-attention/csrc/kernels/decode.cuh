@@ -77,8 +77,8 @@ class DecodeWorker {
         cluster_(p, base_ + kSmem.cluster, cluster_full(), own) {}
 
   // cta: row of the plan; run: that row, and `after` the next one (but of the `last` its own), and the plan's split
-  // pairs have been asked for before anything else. before: the count of the row before,
-  // wanted in clusters of two.
+  // pairs have been asked for before anything else. before: the count of the row before, wanted in
+  // clusters of two.
   __device__ __forceinline__ void run(int32_t cta, const DecodeCta& run, const DecodeCta& after, bool last,
                                       int32_t splits, int32_t before) {
     // A plan that the kernel just before may have written is not touched before the wait. Otherwise the combine kernel

@@ -5,9 +5,8 @@
 //   the CTAs' runs, the cut (request, head) pairs and the header. One block serves up to 1,023 requests.
 // Threads: T >= CTAs of the attention kernel. Thread i scans requests [i * kItems, (i + 1) * kItems) and writes the row
 //   of CTA i.
-// Shared memory: tile_begin of every request (16 KB at 4,096); line_begin, where they begin on the line of CTAs of a
-// dealt
-//   plan or on a weighed line; there also run_begin, of each CTA; per-warp sums.
+// Shared memory: tile_begin of every request (16 KB at 4,096); line_begin, where they begin on the line of CTAs
+//   of a dealt plan or on a weighed line; there also run_begin, of each CTA; per-warp sums.
 // Steps: 1. lengths -> tiles, sums of each warp | barrier | 2. total and share, tile_begin to shared memory; where a
 //   dealt plan may be made, the parts of each request with each of its budgets, scanned in the warp | barrier |
 //   3. the first budget that fits, line_begin to shared memory | barrier | 4. request rows; thread c searches the place

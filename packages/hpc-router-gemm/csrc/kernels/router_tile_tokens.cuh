@@ -1,7 +1,7 @@
 // The tile kernel with tokens as the M of wgmma: y[m, n] = x[m, k] weight[n, k]^T, three terms in memory.
 //
 // Why     the N of wgmma is any multiple of 8, so a tile can have as many experts as give more SMs a CTA: 56, so that
-//         768 x 6144 has 112 CTAs of 128 tokens, all resident in clusters of 8, where tiles of 64 experts have 96.
+//         768 x 6144 and 128 tokens have 112 CTAs, all resident in clusters of 8, where tiles of 64 experts have 96.
 // Tile    kExperts experts (N) x 64 tokens (M), both from shared memory, by one consumer warpgroup. Grid, clusters,
 //         pairs of token tiles, ring, sums apart and PDL as in router_tile.cuh; the producers are those of
 //         router_tile_load.cuh.
